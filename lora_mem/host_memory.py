@@ -1,0 +1,132 @@
+"""Page-locked host memory of exact size.
+
+`torch.empty(pin_memory=True)` rounds every block up to a power of two, takes seconds to pin gigabytes, and keeps freed
+blocks in its own cache. A `HostBlock` is one anonymous mapping, backed by huge pages where the kernel allows it, touched
+by several threads and then registered with CUDA: exact in size, and given back to the system when its last view is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ALIGNMENT = 256
+"""Bytes. Every view handed out starts at a multiple of this, which the copy engines like and every dtype accepts."""
+
+_TOUCH_THREADS = 16
+_TOUCH_CHUNK = 64 * 2**20
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class _Mapping(mmap.mmap):
+    """An anonymous mapping that unregisters itself from CUDA before it is unmapped.
+
+    A tensor made by `torch.frombuffer` holds a reference to the mapping, so it lives as long as its last view.
+    """
+
+    registered_at = 0
+
+    def __del__(self) -> None:
+        if self.registered_at and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.registered_at)
+
+
+class HostBlock:
+    """`nbytes` of host memory, page-locked where that is possible, handed out front to back.
+
+    Args:
+        nbytes: the size, in bytes; exactly this much is mapped (in whole pages), nothing is rounded to a power of two.
+        pin: ask for page-locked memory. Without a CUDA device, or where the system refuses to lock that much, the block
+            is ordinary memory and `unpinned_because` says why.
+
+    Attributes:
+        pinned: whether every view of this block answers `is_pinned()` with True.
+        unpinned_because: the reason, or None.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool = True) -> None:
+        if nbytes < 0:
+            raise ValueError(f"nbytes must be 0 or more, got {nbytes}")
+        self.nbytes = nbytes
+        self.used = 0
+        self.unpinned_because: str | None = None if pin else "not asked for"
+        mapping = _Mapping(-1, max(nbytes, 1))
+        if nbytes >= 2 * 2**20 and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # kernels without transparent huge pages: slower to touch, nothing else
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        if pin:
+            self.unpinned_because = self._page_lock(mapping)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked."""
+        return self.unpinned_because is None
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
+        """The next unused bytes of the block, as an uninitialised tensor.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            stride: in elements; must be dense (a permutation of a contiguous layout). None means contiguous.
+
+        Raises:
+            MemoryError: the block is used up; the message names both figures.
+        """
+        elements = 1
+        for size in shape:
+            elements *= size
+        nbytes = elements * dtype.itemsize
+        if self.used + nbytes > self.nbytes:
+            raise MemoryError(
+                f"{nbytes} bytes asked for, but only {self.nbytes - self.used} of the block's {self.nbytes} are unused"
+            )
+        flat = self._bytes[self.used : self.used + nbytes].view(dtype)
+        self.used = min(self.nbytes, self.used + aligned(nbytes))
+        if stride is None:
+            return flat.view(tuple(shape))
+        return flat.as_strided(tuple(shape), tuple(stride))
+
+    def _page_lock(self, mapping: _Mapping) -> str | None:
+        if self.nbytes == 0:
+            return None
+        if not torch.cuda.is_available():
+            return "no CUDA device in this process"
+        address = self._bytes.data_ptr()
+        _touch(address, self.nbytes)
+        torch.cuda.init()
+        error = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+        if error:
+            return f"cudaHostRegister of {self.nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
+        mapping.registered_at = address
+        return None
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Fault every page in, in parallel: `cudaHostRegister` would do it page by page on one thread."""
+    starts = range(0, nbytes, _TOUCH_CHUNK)
+
+    def zero(start: int) -> None:
+        ctypes.memset(address + start, 0, min(_TOUCH_CHUNK, nbytes - start))
+
+    if len(starts) == 1:
+        zero(0)
+        return
+    with ThreadPoolExecutor(min(_TOUCH_THREADS, os.cpu_count() or 1)) as threads:
+        list(threads.map(zero, starts))

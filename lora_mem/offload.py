@@ -1,0 +1,171 @@
+"""Move tensors that are on a GPU to host memory: values, strides and sharing kept, every GPU byte given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lora_mem.host_memory import HostBlock, aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    Place = tuple[Any, Any]
+    """Where a tensor is held: (dict or list, key or index), or (object, attribute name)."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What an offload did.
+
+    Attributes:
+        tensors: places whose tensor was replaced.
+        copies: distinct host copies made; the rest were aliases.
+        nbytes: bytes copied from the device to the host.
+        unpinned_because: why the host copies are not page-locked, or None where they are.
+    """
+
+    tensors: int = 0
+    copies: int = 0
+    nbytes: int = 0
+    unpinned_because: str | None = None
+
+
+class HostCopies:
+    """One host copy for each distinct view of device memory, remembered across calls.
+
+    Two tensors are the same view when device, address, dtype, shape and stride are equal; two different views of one
+    storage get a copy each. The sources are kept alive until `close`, so that no address can be used twice.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._sources: list[torch.Tensor] = []
+        self._unpinned_because: str | None = None
+        self._moved = 0
+        self._nbytes = 0
+
+    def of(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
+        """The host copy of each tensor, in order; copies may still be under way until `close`.
+
+        A tensor that is on the host already stays as it is, unless `pin` asks for page-locked memory and it is not.
+        All new copies of one call lie in one exactly sized block.
+        """
+        new: dict[tuple[Any, ...], torch.Tensor] = {}
+        keys: list[tuple[Any, ...] | None] = []
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and (not pin or tensor.is_pinned()):
+                keys.append(None)
+                continue
+            key = view_key(tensor)
+            keys.append(key)
+            if key not in self._copies and key not in new:
+                new[key] = tensor
+        if new:
+            sources = {key: _without_repeats(tensor) for key, tensor in new.items()}
+            block = HostBlock(sum(aligned(source.nbytes) for source in sources.values()), pin=pin)
+            self._unpinned_because = self._unpinned_because or block.unpinned_because
+            for key, source in sources.items():
+                stride = source.stride() if _is_dense(source) else None
+                target = block.take(source.shape, source.dtype, stride)
+                _copy(target, source)
+                # Factors that were expanded from one (stride 0) are copied once and expanded again.
+                self._copies[key] = target.expand(new[key].shape) if target.shape != new[key].shape else target
+                self._nbytes += source.nbytes
+            self._sources += new.values()
+        self._moved += sum(key is not None for key in keys)
+        return [
+            tensor if key is None else self._copies[key] for tensor, key in zip(tensors, keys, strict=True)
+        ]
+
+    def close(self) -> Moved:
+        """Wait for the copies and let go of the sources."""
+        for device in {source.device for source in self._sources if source.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        moved = Moved(self._moved, len(self._copies), self._nbytes, self._unpinned_because)
+        self._sources.clear()
+        self._copies.clear()
+        return moved
+
+
+def move_to_host(groups: Iterable[Sequence[Place]], *, pin: bool) -> Moved:
+    """Replace the tensor at each place by a host copy, then give the device memory back.
+
+    Args:
+        groups: places whose memory should live and die together; each group's new copies share one block. A view that
+            two groups share is copied for the first of them.
+        pin: into page-locked memory, where that is possible (`Moved.unpinned_because` says when it is not).
+
+    Afterwards nothing here refers to device memory, the allocator's cache is empty, and pending CUDA IPC imports are
+    closed: `torch.cuda.memory_allocated()` and `memory_reserved()` no longer count any of it. The caller must hold no
+    other reference.
+    """
+    copies = HostCopies()
+    try:
+        for places in groups:
+            hosts = copies.of([_read(place) for place in places], pin=pin)
+            for place, host in zip(places, hosts, strict=True):
+                _write(place, host)
+            del hosts
+    finally:
+        # Also when an allocation fails halfway: what was replaced must be complete before anyone reads it.
+        moved = copies.close()
+    if moved.copies:
+        release_device_memory()
+    return moved
+
+
+def release_device_memory() -> None:
+    """Give unused device memory back to the driver: close pending CUDA IPC imports, empty the allocator's cache."""
+    if not torch.cuda.is_initialized():
+        return
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+
+
+def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that show the same memory in the same way. Valid while the tensor is alive."""
+    storage = tensor.untyped_storage()
+    # A meta tensor has no address; its storage object tells it apart.
+    address = tensor.data_ptr() if tensor.device.type != "meta" else (storage._cdata, tensor.storage_offset())
+    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _read(place: Place) -> torch.Tensor:
+    holder, key = place
+    tensor: torch.Tensor = holder[key] if isinstance(holder, (dict, list)) else getattr(holder, key)
+    return tensor
+
+
+def _write(place: Place, tensor: torch.Tensor) -> None:
+    holder, key = place
+    if isinstance(holder, (dict, list)):
+        holder[key] = tensor
+    else:
+        setattr(holder, key, tensor)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with each expanded (stride 0) dimension cut to one element: `copy_` into stride 0 raises."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one range without gaps or overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
