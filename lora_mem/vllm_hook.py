@@ -358,6 +358,9 @@ def slot_buffers(module: Any) -> dict[str, torch.Tensor]:
     return buffers
 
 
+release_device_memory = offload.release_device_memory
+
+
 def live_managers() -> list[Any]:
     """The worker LoRA managers of this process that the hook has seen and that are alive."""
     return list(_managers)
@@ -658,9 +661,8 @@ def _check_for_manager(manager: Any, tensors: Mapping[str, torch.Tensor], config
         mapper = mapper.get_rename_mapper()
     names = _names(tensors, helper, mapper, getattr(model, "lora_skip_prefixes", None) or ())
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    if manager not in _served:
-        _served[manager] = _served_model(manager)
-    staging.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), _served[manager])
+    served = served_model(manager)
+    staging.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
 
 
 def _peft_helper(config: dict[str, Any]) -> PEFTHelper:
@@ -701,8 +703,14 @@ def _names(
     return names
 
 
-def _served_model(manager: Any) -> ServedModel:
-    """What a worker's LoRA modules take, read from its live layers."""
+def served_model(manager: Any) -> ServedModel:
+    """What a worker's LoRA modules take, read once from its live layers."""
+    if manager not in _served:
+        _served[manager] = _read_served_model(manager)
+    return _served[manager]
+
+
+def _read_served_model(manager: Any) -> ServedModel:
     from vllm.lora import layers
     from vllm.lora.utils import is_supported_lora_module
     from vllm.model_executor.models.utils import PPMissingLayer

@@ -1,0 +1,175 @@
+"""GPU cases, one a process: `python tests/gpu/cases.py NAME` prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from lora_mem import scenarios, vllm_hook
+
+# Dimensions of Qwen/Qwen3-30B-A3B: 48 layers of 128 experts, hidden 2048, moe_intermediate 768.
+QWEN3_30B_A3B: dict[str, Any] = {
+    **scenarios.TINY_MOE,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+
+TINY_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+TINY_NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "hybrid_override_pattern": "ME*E",
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 64,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "expand": 2,
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def is_split(module: str) -> bool:
+    return not scenarios.is_expert(module) or ".experts." in module and not module.endswith(".base_layer")
+
+
+def is_fused(module: str) -> bool:
+    return not scenarios.is_expert(module) or module.endswith((".experts", ".experts.base_layer"))
+
+
+def against_directory(
+    config: dict[str, Any], wanted: list[Callable[[str], bool]], extra: dict[str, Any] | None = None, **engine: Any
+) -> dict[str, Any]:
+    """Two adapters in turn, three times each; `wanted` for each of the two."""
+    with tempfile.TemporaryDirectory() as directory:
+        llm = scenarios.start_engine(scenarios.write_model(f"{directory}/model", config), **engine)
+        vllm_hook.install()
+        manager = scenarios.only_manager()
+        adapters = [
+            scenarios.random_adapter(manager, rank=8, seed=seed, device="cuda", wanted=one, **(extra or {}))
+            for seed, one in enumerate(wanted)
+        ]
+        expert_tensors = sum(scenarios.is_expert(name.split(".lora_")[0]) for name in adapters[0][0])
+        layers = sorted({type(layer).__name__ for layer in manager._adapter_manager.modules.values()})
+        rounds = scenarios.memory_against_directory(llm, directory, adapters)
+    return {
+        "rounds": [asdict(one) for one in rounds],
+        "expert_tensors": expert_tensors,
+        "layers": layers,
+        "max_allocated": torch.cuda.max_memory_allocated(),
+    }
+
+
+def everything(module: str) -> bool:
+    return True
+
+
+def qwen3_30b_a3b() -> dict[str, Any]:
+    """The whole geometry at rank 64, left on the GPU and offloaded."""
+    with tempfile.TemporaryDirectory() as directory:
+        began = time.perf_counter()
+        llm = scenarios.start_engine(
+            scenarios.write_model(directory, QWEN3_30B_A3B),
+            max_lora_rank=64,
+            gpu_memory_utilization=0.62,
+        )
+        started = time.perf_counter() - began
+        lives = [
+            scenarios.adapter_life(llm, strategy, rank=64, wanted=scenarios.modules_named("experts"))
+            for strategy in ("keep", "offload", "offload")
+        ]
+    return {"engine_seconds": started, "lives": [life.to_dict() for life in lives]}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "gated_2d": lambda: against_directory(scenarios.TINY_MOE, [everything, everything]),
+    "gated_2d_patterns": lambda: against_directory(
+        scenarios.TINY_MOE,
+        [scenarios.modules_named("experts", "q_proj", "o_proj")] * 2,
+        {"alpha_pattern": {r"experts\.3\.gate_proj": 64, "o_proj": 4}, "use_rslora": True},
+    ),
+    "non_gated_2d": lambda: against_directory(TINY_NEMOTRON, [everything, everything]),
+    "fused_3d_interleaved": lambda: against_directory(TINY_GPT_OSS, [everything, everything]),
+    "mixed_format": lambda: against_directory(TINY_GPT_OSS, [is_split, is_fused], enable_mixed_moe_lora_format=True),
+    "shared_outer": lambda: against_directory(
+        scenarios.TINY_MOE, [everything, everything], enable_moe_shared_loras=True
+    ),
+    "qwen3_30b_a3b": qwen3_30b_a3b,
+}
+
+
+if __name__ == "__main__":
+    result = CASES[sys.argv[1]]()
+    print(
+        json.dumps(
+            {
+                "case": sys.argv[1],
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "vllm": vllm_hook.status().vllm_version,
+                **result,
+            }
+        )
+    )
