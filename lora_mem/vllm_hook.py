@@ -532,11 +532,10 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
             "in each worker through collective_rpc"
         )
     _check_for_manager(manager, stage.tensors, stage.config)
-    reader = _reader(manager, stage)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
     had_own = "_lora_model_cls" in vars(manager)
     before = manager._lora_model_cls
-    manager._lora_model_cls = reader
+    manager._lora_model_cls = _StageReader(stage, manager._adapter_manager, before)
     try:
         model: LoRAModel = original(manager, _changed(request, lora_path=stage.config_directory()))
     finally:
@@ -547,41 +546,46 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
     return model
 
 
-def _reader(manager: Any, stage: StagedAdapter) -> Any:
-    """What stands in for vLLM's `LoRAModel` class during one load: reads the stage instead of a file."""
-    adapter_manager = manager._adapter_manager
-    model_cls = manager._lora_model_cls
+@dataclass(frozen=True)
+class _StageReader:
+    """Stands in for vLLM's `LoRAModel` class during one load: reads a stage instead of a file.
 
-    class Reader:
-        @staticmethod
-        def from_local_checkpoint(
-            lora_dir: str,
-            expected_lora_modules: set[str],
-            peft_helper: PEFTHelper,
-            *,
-            device: str = "cpu",
-            moe_ep_spec: Any = None,
-            **kwargs: Any,
-        ) -> LoRAModel:
-            tensors = stage.tensors
-            if moe_ep_spec is not None:
-                from vllm.lora.lora_model import _is_remote_expert_key
+    An object, not a class made for the occasion: a class is a reference cycle, and would hold the tensors until a
+    garbage collection.
+    """
 
-                tensors = {key: t for key, t in tensors.items() if not _is_remote_expert_key(key, moe_ep_spec)}
-            devices = {tensor.device for tensor in tensors.values()}
-            if len(devices) > 1:
-                # pack_moe stacks the experts of a layer, so they must be in one place; the host costs no GPU memory.
-                copies = offload.HostCopies()
-                tensors = dict(zip(tensors, copies.of(list(tensors.values()), pin=_pin_memory()), strict=True))
-                copies.close()
-                devices = {torch.device("cpu")}
-            model: LoRAModel = model_cls.from_lora_tensors(
-                tensors=tensors, peft_helper=peft_helper, device=str(next(iter(devices), "cpu")), **kwargs
-            )
-            _fold_scaling(model, adapter_manager, peft_helper)
-            return model
+    stage: StagedAdapter
+    adapter_manager: Any
+    model_cls: Any
 
-    return Reader
+    def from_local_checkpoint(
+        self,
+        lora_dir: str,
+        expected_lora_modules: set[str],
+        peft_helper: PEFTHelper,
+        *,
+        device: str = "cpu",
+        moe_ep_spec: Any = None,
+        **kwargs: Any,
+    ) -> LoRAModel:
+        """The arguments of vLLM's method; the tensors are built into a model where they are."""
+        tensors = self.stage.tensors
+        if moe_ep_spec is not None:
+            from vllm.lora.lora_model import _is_remote_expert_key
+
+            tensors = {key: t for key, t in tensors.items() if not _is_remote_expert_key(key, moe_ep_spec)}
+        devices = {tensor.device for tensor in tensors.values()}
+        if len(devices) > 1:
+            # pack_moe stacks the experts of a layer, so they must be in one place; the host costs no GPU memory.
+            copies = offload.HostCopies()
+            tensors = dict(zip(tensors, copies.of(list(tensors.values()), pin=_pin_memory()), strict=True))
+            copies.close()
+            devices = {torch.device("cpu")}
+        model: LoRAModel = self.model_cls.from_lora_tensors(
+            tensors=tensors, peft_helper=peft_helper, device=str(next(iter(devices), "cpu")), **kwargs
+        )
+        _fold_scaling(model, self.adapter_manager, peft_helper)
+        return model
 
 
 def _fold_scaling(model: LoRAModel, adapter_manager: Any, peft_helper: PEFTHelper) -> None:
