@@ -1,0 +1,171 @@
+"""The modules of a model as vLLM's LoRA sees them: what is wrapped, its sizes, and what PEFT calls it.
+
+A *runtime module* is one that vLLM wraps, e.g. `qkv_proj`. Its *children* are the modules of the checkpoint
+that vLLM fused into it, e.g. `q_proj`, `k_proj`, `v_proj`; PEFT's names and an adapter's tensors follow the children.
+All sizes are element counts of the whole model, before any tensor or expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LinearKind = Literal["column", "merged", "qkv", "row", "replicated", "embedding", "logits"]
+ExpertLayout = Literal["gated", "non_gated", "fused"]
+
+
+class SizingError(ValueError):
+    """Something asked for cannot be sized; the message names the argument or field, its value and what is allowed."""
+
+    def __init__(self, what: str, value: object, allowed: str) -> None:
+        """Say that `what`, which was `value`, is not as `allowed`."""
+        super().__init__(f"{what}={value!r}: {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One module of the checkpoint: its name beside the runtime module, its output size, and what PEFT thinks of it."""
+
+    name: str
+    output_size: int
+    linear: bool = True  # an nn.Linear in transformers, so that PEFT's "all-linear" takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear, embedding or logits module with LoRA slots.
+
+    `kind` is the vLLM class that is wrapped: `column` and `merged` are ColumnParallelLinear and
+    MergedColumnParallelLinear, `qkv` QKVParallelLinear, `row` RowParallelLinear, `replicated` ReplicatedLinear,
+    `embedding` VocabParallelEmbedding, `logits` the LogitsProcessor that stands for `lm_head`.
+    `slices` are the output sizes of the wrapper's slots. `heads`, for `qkv` only, are the heads of each slice:
+    tensor parallelism splits heads, and replicates key and value heads where there are fewer than ranks.
+    `tensor_parallel` is False where vLLM builds the module with `disable_tp`.
+    """
+
+    name: str
+    kind: LinearKind
+    input_size: int
+    slices: tuple[int, ...]
+    children: tuple[Child, ...]
+    heads: tuple[int, ...] = ()
+    tensor_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of one layer (vLLM's MoERunner).
+
+    `layout`: `gated` has w1 (gate), w2 (down) and w3 (up) for each expert, `non_gated` w1 (up) and w2 (down),
+    `fused` one gate_up and one down tensor with an expert dimension (vLLM's `is_3d_moe_weight`).
+    `children` are the checkpoint's names in that order: below `experts.<i>.` for the first two, below `experts.` for
+    `fused`.
+    """
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    layout: ExpertLayout
+    children: tuple[str, ...]
+    linear: bool = True  # nn.Linear modules in transformers (before 5); never so for `fused`
+
+
+Module = Linear | Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Identical layers: `modules` once, and the numbers of the layers that have them.
+
+    `prefix` is the path that comes before a module's name, with `{}` where the layer's number goes. A group without
+    `layers` holds modules outside the layers, in the first or in the last pipeline stage.
+    `peft_prefix` is the same path in the checkpoint where vLLM renames it.
+    """
+
+    prefix: str
+    layers: tuple[int, ...]
+    modules: tuple[Module, ...]
+    stage: Literal["layers", "first", "last"] = "layers"
+    peft_prefix: str | None = None
+
+    @property
+    def count(self) -> int:
+        """How many times each module exists."""
+        return len(self.layers) if self.stage == "layers" else 1
+
+    def named_modules(self) -> Iterator[tuple[str, str, Module]]:
+        """Each module with its path in vLLM and the path of its parent in the checkpoint (for PEFT's names)."""
+        for layer in self.layers if self.stage == "layers" else (0,):
+            for module in self.modules:
+                path = join(self.prefix.replace("{}", str(layer)), module.name)
+                peft = join((self.peft_prefix or self.prefix).replace("{}", str(layer)), module.name)
+                yield path, peft.rpartition(".")[0], module
+
+
+def join(prefix: str, name: str) -> str:
+    """Join two parts of a dotted path; an empty prefix adds no dot."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+class Config:
+    """A config.json with checked access: a field that is missing or of the wrong kind is an error that names it."""
+
+    def __init__(self, fields: dict[str, Any], where: str, inside: str = "") -> None:
+        """Read `fields`; `where` (a path or name) and `inside` (the parent field) appear in errors."""
+        self.fields, self.where, self.inside = fields, where, inside
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.fields.get(name) is not None
+
+    def error(self, name: str, allowed: str) -> SizingError:
+        """The error for field `name`."""
+        return SizingError(f"{self.where}: field {self.inside}{name}", self.fields.get(name), allowed)
+
+    def sub(self, name: str) -> Config:
+        """The nested object `name`."""
+        if not isinstance(self.fields.get(name), dict):
+            raise self.error(name, "must be an object")
+        return Config(self.fields[name], self.where, f"{self.inside}{name}.")
+
+    def number(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`; `default` where the field is missing or null."""
+        value = self.fields.get(name)
+        if value is None:
+            if default is not None:
+                return default
+            raise self.error(name, f"is missing; a whole number >= {minimum} is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(name, f"must be a whole number >= {minimum}")
+        return value
+
+    def first_number(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        """The first of several names for one number."""
+        for name in names:
+            if name in self:
+                return self.number(name, minimum=minimum)
+        if default is not None:
+            return default
+        raise self.error(names[0], f"is missing (so are its other names {names[1:]}); a whole number is needed")
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.fields.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return value
+
+    def items(self, name: str, length: int | None = None) -> list[Any]:
+        """A list, of `length` entries where that is given; empty where the field is missing."""
+        value = self.fields.get(name)
+        if value is None:
+            value = []
+        if not isinstance(value, list):
+            raise self.error(name, "must be a list")
+        if length is not None and value and len(value) != length:
+            raise self.error(name, f"must have {length} entries, one for each layer; it has {len(value)}")
+        return value

@@ -1,0 +1,149 @@
+"""What a model looks like to vLLM's LoRA: from a config.json, a dict or a known name, without loading anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lora_mem.layers import Config, Experts, Group, Module, SizingError
+
+MODEL_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The modules of one model that vLLM can serve with LoRA, as groups of identical layers.
+
+    Sizes are those of the whole model; parallelism is `footprint`'s business.
+    """
+
+    name: str
+    architecture: str
+    num_hidden_layers: int
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def from_config(cls, source: ModelShape | dict[str, Any] | str | Path) -> ModelShape:
+        """Read a model's shape.
+
+        Args:
+            source: the fields of a config.json as a dict; a path to one or to the directory that holds it; a hub name
+                from the built-in table (`known_models()`), or any hub name where huggingface_hub is installed
+                (its cache and its offline mode apply).
+
+        Raises:
+            SizingError: the source is not found, lacks a field, contradicts itself, or is a model that vLLM does not
+                serve with LoRA.
+
+        """
+        if isinstance(source, ModelShape):
+            return source
+        fields, where = _fields(source)
+        return _build(fields, where)
+
+    def modules(self) -> Iterator[tuple[str, Module]]:
+        """Each runtime module with its path, e.g. `model.layers.0.self_attn.qkv_proj`, layers in order."""
+        named = [(path, module) for group in self.groups for path, _, module in group.named_modules()]
+        return iter(sorted(named, key=lambda item: _order(item[0])))
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has routed experts."""
+        return any(isinstance(module, Experts) for group in self.groups for module in group.modules)
+
+    def __repr__(self) -> str:
+        """Plain and stable: name, architecture, layers and modules."""
+        modules = sum(group.count * len(group.modules) for group in self.groups)
+        return f"ModelShape({self.name!r}, {self.architecture}, layers={self.num_hidden_layers}, modules={modules})"
+
+
+def known_models() -> tuple[str, ...]:
+    """The hub names in the built-in table."""
+    return tuple(_table())
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    text = (resources.files("lora_mem") / "known_models.json").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Any]] = json.loads(text)
+    return table
+
+
+def _order(path: str) -> tuple[int, int]:
+    numbers = [int(part) for part in path.split(".") if part.isdigit()]
+    if numbers:
+        return 1, numbers[0]
+    return (2, 0) if path.endswith("lm_head") else (0, 0)
+
+
+def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
+    """The fields of a config.json, and how to call it in errors."""
+    if isinstance(source, dict):
+        return source, "config"
+    if not isinstance(source, str | Path) or not str(source):
+        raise SizingError("model", source, "must be a dict, a path to a config.json or a hub name")
+    if isinstance(source, str) and source in _table():
+        return _table()[source], source
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _parse(path.read_text(encoding="utf-8"), str(path)), str(path)
+    text = str(source)
+    if path.suffix == ".json" or text.count("/") != 1 or text.startswith((".", "~", "/")):
+        raise SizingError(
+            "model",
+            text,
+            "is no file, and no hub name in the built-in table; give a path to a config.json or a name"
+            " such as Qwen/Qwen3-30B-A3B",
+        )
+    return _from_hub(text), text
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SizingError("model", where, f"is not valid JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise SizingError("model", where, "must hold a JSON object")
+    return fields
+
+
+def _from_hub(name: str) -> dict[str, Any]:
+    """config.json of a hub repository, from huggingface_hub's cache or the network."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise SizingError(
+            "model", name, "is not in the built-in table; install huggingface_hub to look it up, or give a config.json"
+        ) from None
+    try:
+        path = hf_hub_download(name, "config.json")
+    except Exception as error:  # the hub's errors are many: no such name, gated, offline, no network
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise SizingError(
+            "model", name, f"is not in the built-in table and could not be read from the hub ({reason})"
+        ) from None
+    return _parse(Path(path).read_text(encoding="utf-8"), name)
+
+
+def _build(fields: dict[str, Any], where: str) -> ModelShape:
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES
+
+    config = Config(fields, where)
+    architectures, model_type = config.items("architectures"), fields.get("model_type")
+    architecture = architectures[0] if architectures else ARCHITECTURE_OF.get(str(model_type))
+    if architecture is None and model_type is None:
+        raise config.error("architectures", "is missing, and so is model_type; one of them is needed")
+    builder = FAMILIES.get(str(architecture))
+    if builder is None:
+        field = "architectures" if architectures else "model_type"
+        known = ", ".join(sorted(FAMILIES))
+        raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
+    return ModelShape(where, str(architecture), config.number("num_hidden_layers"), builder(config))

@@ -1,0 +1,71 @@
+"""The command line, as a user calls it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def lora_mem(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from lora_mem.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_size_as_json() -> None:
+    done = lora_mem("size", "Qwen/Qwen3-30B-A3B", "--rank", "64", "--target-modules", "experts", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)
+    assert data["packed_bytes"] == 6_643_777_536
+    for name in ("staged_bytes", "slot_bytes", "host_bytes", "gpu_resident_bytes", "gpu_sync_peak_bytes"):
+        assert type(data[name]) is int
+
+
+def test_size_as_a_table() -> None:
+    done = lora_mem("size", "Qwen/Qwen3-30B-A3B", "--rank", "64", "--target-modules", "experts")
+    assert done.returncode == 0
+    assert "6,643,777,536" in done.stdout
+    assert "6.1875" in done.stdout
+
+
+def test_every_option_arrives() -> None:
+    adapter = ("--rank", "8", "--target-modules", "q_proj,o_proj", "--dtype", "float32")
+    slots = ("--max-lora-rank", "32", "--max-loras", "2", "--max-cpu-loras", "4", "--tp", "2", "--fully-sharded")
+    done = lora_mem("size", "Qwen/Qwen3-8B", *adapter, *slots, "--json")
+    given = json.loads(done.stdout)["options"]
+    assert given["target_modules"] == ["q_proj", "o_proj"]
+    assert (given["max_lora_rank"], given["max_loras"], given["max_cpu_loras"]) == (32, 2, 4)
+    assert (given["tensor_parallel_size"], given["fully_sharded_loras"], given["dtype"]) == (2, True, "float32")
+    split = lora_mem("size", "Qwen/Qwen3-30B-A3B", "--rank", "8", "--tp", "2", "--ep", "--json")
+    assert json.loads(split.stdout)["options"]["enable_expert_parallel"] is True
+
+
+def test_size_of_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama"}', encoding="utf-8")
+    done = lora_mem("size", str(path), "--rank", "8")
+    assert done.returncode == 2
+    assert "num_hidden_layers" in done.stderr or "hidden_size" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("size", "Qwen/Qwen3-8B", "--rank", "0"), "rank=0"),
+        (("size", "Qwen/Qwen3-8B", "--rank", "many"), "--rank"),
+        (("size", "Qwen/Qwen3-8B"), "rank"),
+        (("size", "nowhere", "--rank", "8"), "model='nowhere'"),
+        (("size", "Qwen/Qwen3-8B", "--rank", "8", "--tp", "3"), "tensor_parallel_size=3"),
+        (("size", "Qwen/Qwen3-8B", "--rank", "8", "--target-modules", "q_proj,x"), "target_modules='x'"),
+        (("size", "Qwen/Qwen3-8B", "--rank", "8", "--nonsense"), "--nonsense"),
+        (("nonsense",), "nonsense"),
+    ],
+)
+def test_errors_are_one_plain_line(arguments: tuple[str, ...], message: str) -> None:
+    done = lora_mem(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,362 @@
+"""Footprints: published figures, vLLM's own buffers, and properties against brute force."""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_mem.footprints import MAX_LORA_RANKS, Footprint, footprint, slot_tensors
+from lora_mem.layers import SizingError
+from lora_mem.shapes import ModelShape
+
+GIB = 1024**3
+QWEN = "Qwen/Qwen3-30B-A3B"
+SIX = ("packed_bytes", "staged_bytes", "slot_bytes", "host_bytes", "gpu_resident_bytes", "gpu_sync_peak_bytes")
+
+
+def config(**change: Any) -> dict[str, Any]:
+    fields = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "vocab_size": 128,
+    }
+    return {**fields, **change}
+
+
+def expert_slots(result: Footprint) -> int:
+    return sum(row["bytes"] for row in result.rows("slots") if row["module"].endswith(".experts"))
+
+
+# Published figures
+
+
+def test_the_packed_experts_of_qwen3_30b_at_rank_64() -> None:
+    result = footprint(QWEN, rank=64, target_modules="experts")
+    assert result.packed_bytes == 6_643_777_536 == 48 * 128 * 3 * 64 * (2048 + 768) * 2
+    assert result.staged_bytes == result.packed_bytes
+    assert result.packed_bytes / GIB == 6.1875
+
+
+def test_fully_sharded_saves_27_gib_on_qwen3_coder_30b() -> None:
+    common: dict[str, Any] = {"rank": 32, "max_loras": 16, "max_lora_rank": 32, "tensor_parallel_size": 4}
+    plain = footprint("Qwen/Qwen3-Coder-30B-A3B-Instruct", **common)
+    sharded = footprint("Qwen/Qwen3-Coder-30B-A3B-Instruct", fully_sharded_loras=True, **common)
+    assert expert_slots(plain) / GIB == 39.375
+    assert expert_slots(sharded) / GIB == 12.375
+
+
+# Buffers that vLLM 0.33.0 allocated on a GPU, layers cut to two
+
+QWEN3_MOE_SLOTS = {
+    "model.embed_tokens": [(2, 151936, 64), (2, 1, 2048, 64)],
+    "model.layers.1.self_attn.qkv_proj": [
+        *[(2, 1, 64, 2048)] * 3,
+        (2, 1, 4096, 64),
+        (2, 1, 512, 64),
+        (2, 1, 512, 64),
+    ],
+    "model.layers.1.self_attn.o_proj": [(2, 1, 64, 4096), (2, 1, 2048, 64)],
+    "model.layers.1.mlp.gate": [(2, 1, 64, 2048), (2, 1, 128, 64)],
+    "model.layers.1.mlp.experts": [
+        (2, 128, 64, 2048),
+        (2, 128, 64, 2048),
+        (2, 128, 64, 768),
+        (2, 128, 768, 64),
+        (2, 128, 768, 64),
+        (2, 128, 2048, 64),
+    ],
+    "lm_head": [(2, 1, 64, 2048), (2, 1, 151936, 64)],
+}
+
+
+def test_slots_are_shaped_as_vllm_allocated_them() -> None:
+    fields = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "vocab_size": 151936,
+    }
+    result = footprint(fields, rank=64, max_loras=2)
+    modules = dict(result.shape.modules())
+    for path, shapes in QWEN3_MOE_SLOTS.items():
+        assert [tensor.shape for tensor in slot_tensors(modules[path], result.options)] == shapes
+    assert result.slot_bytes == 642_514_944
+
+
+# Defaults and terms
+
+
+@given(rank=st.integers(1, 512))
+def test_max_lora_rank_is_the_smallest_allowed(rank: int) -> None:
+    chosen = footprint(config(), rank=rank).options.max_lora_rank
+    assert chosen in MAX_LORA_RANKS
+    assert chosen >= rank
+    assert not [allowed for allowed in MAX_LORA_RANKS if rank <= allowed < chosen]
+
+
+def test_strategies() -> None:
+    common: dict[str, Any] = {"rank": 8, "max_loras": 2, "max_cpu_loras": 5}
+    keep, offload, stage = (footprint(config(), strategy=name, **common) for name in ("keep", "offload", "stage"))
+    packed, staged, slots = offload.packed_bytes, offload.staged_bytes, offload.slot_bytes
+    assert (keep.host_bytes, keep.gpu_resident_bytes) == (0, slots + 5 * (staged + packed))
+    assert keep.gpu_sync_peak_bytes == keep.gpu_resident_bytes
+    assert (offload.host_bytes, offload.gpu_resident_bytes) == (5 * (staged + packed), slots)
+    assert offload.gpu_sync_peak_bytes == slots + staged + packed
+    assert (stage.host_bytes, stage.gpu_resident_bytes) == (5 * packed, slots)
+    assert stage.gpu_sync_peak_bytes == slots + 8 * 3 * 8 * (32 + 16) * 2  # the experts of one layer
+
+
+def test_slots_do_not_depend_on_the_adapter() -> None:
+    sizes = {
+        footprint(config(), rank=rank, max_lora_rank=64, target_modules=targets).slot_bytes
+        for rank in (1, 7, 64)
+        for targets in ("all-linear", "experts", ["q_proj", "o_proj"], "self_attn.q_proj", "lm_head")
+    }
+    assert len(sizes) == 1
+
+
+def test_target_modules_add_up() -> None:
+    def packed(*targets: str) -> int:
+        return footprint(config(), rank=8, target_modules=targets).packed_bytes
+
+    assert packed("q_proj") == 2 * 8 * (32 + 64) * 2
+    assert packed("q_proj", "self_attn.q_proj") == packed("q_proj")
+    assert packed("embed_tokens") == packed("lm_head") == 8 * (128 + 32) * 2
+    everything = packed("q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts")
+    assert everything == footprint(config(), rank=8).packed_bytes
+    assert packed("gate_proj", "up_proj", "down_proj") == packed("experts")
+
+
+# Properties against brute force
+
+
+def brute_force(fields: dict[str, Any], rank: int, loras: int, lora_rank: int, tp: int, ep: bool, fs: bool) -> int:
+    """Slot bytes of a Qwen3-MoE worker, written out by hand."""
+    hidden, heads, kv, dim = (
+        fields[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    experts, inter, vocab = fields["num_experts"], fields["moe_intermediate_size"], fields["vocab_size"]
+    kv_local = max(1, kv // tp)
+    a_rank = lora_rank // tp if fs else lora_rank
+    row_out = hidden // tp if fs else hidden
+    qkv = 3 * a_rank * hidden + (heads // tp + 2 * kv_local) * dim * lora_rank
+    o_proj = lora_rank * (heads // tp) * dim + row_out * lora_rank
+    gate = lora_rank * (hidden + experts)
+    local, mtp = (experts // tp, 1) if ep else (experts, tp)
+    expert = 2 * a_rank * hidden + 3 * lora_rank * (inter // mtp) + row_out * lora_rank
+    layer = qkv + o_proj + gate + local * expert
+    return 2 * loras * (fields["num_hidden_layers"] * layer + 2 * lora_rank * (vocab + hidden))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layers=st.integers(1, 3),
+    hidden=st.sampled_from([32, 64]),
+    inter=st.sampled_from([16, 48]),
+    experts=st.sampled_from([8, 24]),
+    kv=st.sampled_from([1, 2, 8]),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    lora_rank=st.sampled_from([8, 16, 320]),
+    loras=st.integers(1, 4),
+    mode=st.sampled_from(["plain", "ep", "fs"]),
+)
+def test_slots_equal_brute_force(
+    layers: int, hidden: int, inter: int, experts: int, kv: int, tp: int, lora_rank: int, loras: int, mode: str
+) -> None:
+    fields = config(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        moe_intermediate_size=inter,
+        num_experts=experts,
+        num_key_value_heads=kv,
+    )
+    ep, fs = mode == "ep", mode == "fs"
+    result = footprint(
+        fields,
+        rank=1,
+        max_lora_rank=lora_rank,
+        max_loras=loras,
+        tensor_parallel_size=tp,
+        enable_expert_parallel=ep,
+        fully_sharded_loras=fs,
+    )
+    assert result.slot_bytes == brute_force(fields, 1, loras, lora_rank, tp, ep, fs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rank=st.integers(1, 64), tp=st.sampled_from([1, 2, 4, 8]))
+def test_expert_parallel_ranks_add_up_to_the_whole(rank: int, tp: int) -> None:
+    def experts(**options: Any) -> Footprint:
+        return footprint(config(), rank=rank, target_modules="experts", **options)
+
+    whole = experts()
+    split = experts(tensor_parallel_size=tp, enable_expert_parallel=True)
+    assert split.packed_bytes * tp == whole.packed_bytes
+    assert split.staged_bytes * tp == whole.staged_bytes
+    assert expert_slots(split) * tp == expert_slots(whole)
+    # Tensor parallelism slices slots only.
+    sliced = experts(tensor_parallel_size=tp)
+    assert (sliced.packed_bytes, sliced.staged_bytes) == (whole.packed_bytes, whole.staged_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rank=st.integers(1, 511), loras=st.integers(1, 5), layers=st.integers(1, 4))
+def test_more_of_anything_never_costs_less(rank: int, loras: int, layers: int) -> None:
+    base = footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras)
+    more = (
+        footprint(config(num_hidden_layers=layers), rank=rank + 1, max_loras=loras),
+        footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras + 1),
+        footprint(config(num_hidden_layers=layers + 1), rank=rank, max_loras=loras),
+    )
+    for larger, name in itertools.product(more, SIX):
+        assert getattr(larger, name) >= getattr(base, name)
+
+
+@given(rank=st.integers(1, 512))
+def test_distinct_factors_are_staged_as_they_are_packed(rank: int) -> None:
+    result = footprint(config(mlp_only_layers=[0]), rank=rank)
+    assert result.staged_bytes == result.packed_bytes
+
+
+def test_dtypes() -> None:
+    half, full = footprint(QWEN, rank=8), footprint(QWEN, rank=8, dtype="float32")
+    mixed = footprint(QWEN, rank=8, dtype="float32", lora_dtype="bfloat16")
+    assert full.slot_bytes == 2 * half.slot_bytes
+    assert (mixed.slot_bytes, mixed.packed_bytes) == (half.slot_bytes, half.packed_bytes)
+    assert mixed.staged_bytes == full.staged_bytes
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank=0: must be a whole number >= 1"),
+        ({"rank": -3}, "rank=-3: must be"),
+        ({"rank": 8.0}, "rank=8.0: must be a whole number"),
+        ({"rank": True}, "rank=True: must be a whole number"),
+        ({"rank": 513}, "rank=513: must be at most 512"),
+        ({"max_lora_rank": 12}, "max_lora_rank=12: must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512"),
+        ({"max_lora_rank": 8}, "max_lora_rank=8: must be at least the adapter's rank, which is 16"),
+        ({"max_loras": 0}, "max_loras=0"),
+        ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2: must be at least max_loras=3"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: must divide the num_attention_heads.*which is 8"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": 1}, "enable_expert_parallel=1: must be True or False"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "fully_sharded_loras": True},
+            "fully_sharded_loras=True: cannot go together with enable_expert_parallel",
+        ),
+        ({"rank": 1, "max_lora_rank": 1, "tensor_parallel_size": 2, "fully_sharded_loras": True}, "max_lora_rank"),
+        ({"dtype": "int8"}, "dtype='int8': must be one of bfloat16, float16, float32"),
+        ({"lora_dtype": "float32"}, "lora_dtype='float32'"),
+        ({"target_modules": []}, "target_modules=.*one or more names"),
+        ({"target_modules": ["nope"]}, "target_modules='nope'.*it has: .*q_proj"),
+        ({"target_modules": ["all-linear", "q_proj"]}, "must stand alone"),
+        ({"target_modules": ["up_proj"]}, "part of each routed expert.*gate_proj, down_proj"),
+        ({"strategy": "hope"}, "strategy='hope': must be 'keep', 'offload' or 'stage'"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SizingError, match=message):
+        footprint(config(), **{"rank": 16, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "message"),
+    [
+        ({"num_key_value_heads": 4, "num_attention_heads": 12}, 6, "must be a multiple of num_key_value_heads=4"),
+        ({"moe_intermediate_size": 18}, 4, "intermediate size of mlp.experts, which is 18"),
+        ({"mlp_only_layers": [0], "intermediate_size": 49}, 2, "output size of mlp.gate_up_proj, which is 49"),
+    ],
+)
+def test_tensor_parallelism_that_does_not_divide(change: dict[str, Any], tp: int, message: str) -> None:
+    with pytest.raises(SizingError, match=message):
+        footprint(config(**change), rank=8, tensor_parallel_size=tp)
+
+
+def test_experts_that_do_not_divide() -> None:
+    with pytest.raises(SizingError, match=r"num_experts of mlp\.experts, which is 6"):
+        footprint(config(num_experts=6), rank=8, tensor_parallel_size=4, enable_expert_parallel=True)
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    with pytest.raises(SizingError, match="needs a model with routed experts"):
+        footprint("Qwen/Qwen3-8B", rank=8, tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+# The object
+
+
+def test_the_result_shows_itself() -> None:
+    result = footprint(QWEN, rank=64, target_modules="experts")
+    assert repr(result) == repr(footprint(QWEN, rank=64, target_modules="experts"))
+    assert result._repr_html_() == footprint(QWEN, rank=64, target_modules="experts")._repr_html_()
+    assert "6,643,777,536" in repr(result)
+    assert "GB" not in repr(result) + result._repr_html_()
+    assert "128" in result.why("packed")
+    with pytest.raises(SizingError, match="must be one of packed_bytes"):
+        result.why("nothing")
+
+
+def test_each_line_evaluates_to_its_figure() -> None:
+    result = footprint(QWEN, rank=64, max_loras=2, max_cpu_loras=3)
+    for line in result.lines[3:]:
+        assert eval(line.formula, {}, dict(line.inputs)) == line.bytes
+    for holder, name in (("packed", "packed_bytes"), ("staged", "staged_bytes"), ("slots", "slot_bytes")):
+        rows = list(result.rows(holder))
+        assert sum(row["bytes"] for row in rows) == getattr(result, name)
+        for row in rows:
+            assert eval(row["formula"].replace("x", "*")) == row["bytes"]
+
+
+def test_to_dict_is_json_and_to_frame_adds_up() -> None:
+    pytest.importorskip("pandas")
+    result = footprint(QWEN, rank=64, target_modules=["experts", "q_proj"])
+    data = json.loads(json.dumps(result.to_dict()))
+    assert all(type(data[name]) is int and data[name] == getattr(result, name) for name in SIX)
+    frame = result.to_frame()
+    assert frame[frame.holder == "slots"].bytes.sum() == result.slot_bytes
+
+
+# What it costs to ask
+
+
+def test_ten_thousand_configurations_in_two_seconds() -> None:
+    shape = ModelShape.from_config(QWEN)
+    start = time.perf_counter()
+    for index in range(10_000):
+        footprint(shape, rank=1 + index % 64, max_loras=1 + index % 8, tensor_parallel_size=1 << index % 3)
+    assert time.perf_counter() - start < 2
+
+
+def test_sizing_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import lora_mem; took = time.perf_counter() - start;"
+        f"lora_mem.footprint(lora_mem.ModelShape.from_config({QWEN!r}), rank=64);"
+        "import lora_mem.cli;"
+        "bad = {'torch', 'vllm', 'numpy', 'pandas'} & set(sys.modules); assert not bad, bad; print(took)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.3
