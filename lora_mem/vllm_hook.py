@@ -703,8 +703,8 @@ def _names(
     if unreadable:
         raise AdapterError(
             f"names that are not PEFT's: {', '.join(staging.compact(unreadable))}; a factor is called "
-            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict returns "
-            "it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
+            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
+            "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
         )
     return names
 
