@@ -159,7 +159,7 @@ def save_adapter(directory: str | Path, tensors: dict[str, torch.Tensor], config
     return str(path)
 
 
-def generate(llm: Any, request: Any, max_tokens: int = 16) -> tuple[list[int], list[float]]:
+def generate(llm: Any, request: Any, max_tokens: int = 8) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probabilities for a fixed prompt."""
     from vllm import SamplingParams
 
