@@ -30,7 +30,7 @@ _MOST_UNDER_WAY = 64 * 2**20
 adds to the GPU's peak beyond the chunk (one part more, where a part is larger)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a layout makes each part once: compared and hashed by identity, for speed
 class Part:
     """One tensor of a registered adapter: A or B of one projection of one module.
 
@@ -80,18 +80,23 @@ class Layout:
         names: what a tensor's name says; raises AdapterError for one that is not PEFT's.
         rank_and_scaling: of a module, by the adapter's config.
         sources: what was worked out so far; None for a tensor that vLLM ignores by design.
+        read: what the names seen so far say.
         scales: of a part that is stacked from several tensors, or None where they differ.
         member_scales: of each of these tensors.
         checked: the names of the last adapter that was found complete.
+        announced: bytes of the adapter that the config announces, once worked out.
     """
 
     served: ServedModel
     names: Callable[[Iterable[str]], dict[str, TensorName]]
     rank_and_scaling: Callable[[str], tuple[int, float]]
     sources: dict[str, Source | None] = field(default_factory=dict)
+    read: dict[str, TensorName] = field(default_factory=dict)
     scales: dict[Part, float | None] = field(default_factory=dict)
     member_scales: dict[tuple[Part, int], float] = field(default_factory=dict)
     checked: frozenset[str] = frozenset()
+    announced: int = 0
+    _parts_by_key: dict[tuple[Any, ...], Part] = field(default_factory=dict)
 
     def learn(self, names: Iterable[str]) -> None:
         """Work out where tensors of these names go.
@@ -103,6 +108,7 @@ class Layout:
         if not new:
             return
         read = self.names(new)
+        self.read.update(read)
         unknown = {
             name.module
             for name in read.values()
@@ -124,8 +130,8 @@ class Layout:
         complete = frozenset(received)
         if complete == self.checked:
             return
-        shapes = {name: tuple(source.shape) for name in complete if (source := self.sources[name]) is not None}
-        names = {name: read for name, read in self.names(sorted(complete)).items() if name in shapes}
+        shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name]) is not None}
+        names = {name: self.read[name] for name in shapes}
         check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
         self.checked = complete
 
@@ -177,7 +183,7 @@ class Layout:
         assert takes.out_features is not None
         if not takes.packed_in:
             shape = (rank, takes.in_features) if name.is_a else (takes.out_features, rank)
-            yield Part(name.module, 0, name.is_a, 0, shape)
+            yield self._part(name.module, 0, name.is_a, 0, shape)
             return
         experts = self.served.local_experts[takes.packed_in]
         if takes.stacked is not None and takes.stacked[0 if name.is_a else 1] == (1,):
@@ -188,7 +194,12 @@ class Layout:
             out = len(range(*rows.indices(takes.out_features)))
             members = experts if takes.expert is not None else 0
             packed = (experts, rank, takes.in_features) if name.is_a else (experts, out, rank)
-            yield Part(takes.packed_in, projection, name.is_a, members, packed)
+            yield self._part(takes.packed_in, projection, name.is_a, members, packed)
+
+    def _part(self, *key: Any) -> Part:
+        if key not in self._parts_by_key:
+            self._parts_by_key[key] = Part(*key)
+        return self._parts_by_key[key]
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ it is first needed, so that vLLM's plugin loader can import this module for noth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -781,6 +782,9 @@ def _layout(manager: Any, config: dict[str, Any]) -> Layout:
 
 def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
     """Bytes of an adapter's parts, by the modules that its config targets."""
+    layout = _layout(manager, config)
+    if layout.announced:
+        return layout.announced
     served = served_model(manager)
     wanted = _targets(config)
     modules = [module for module in served.modules if wanted(module) and module not in served.aliases]
@@ -795,7 +799,10 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
             other = layouts[0] if config.get("target_parameters") else layouts[1]
             modules = [module for module in modules if module not in other]
     names = [f"base_model.model.{module}.lora_{factor}.weight" for module in modules for factor in "AB"]
-    return _layout(manager, config).nbytes(names)
+    layout.announced = layout.nbytes(names)
+    with contextlib.suppress(AdapterError):  # what is announced may still be completed by what is not
+        layout.check_complete(names)
+    return layout.announced
 
 
 def _targets(config: dict[str, Any]) -> Callable[[str], bool]:

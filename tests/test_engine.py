@@ -317,3 +317,163 @@ def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager)
     assert worker.lora_mem_status()["adapters"][0]["loaded"]
     assert worker.lora_mem_holders()[0]["registered"]["cpu"] > 0
     assert worker.lora_mem_drop_adapter(1)
+
+
+LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def chunks_of(tensors, size=5):
+    names = list(tensors)
+    for start in range(0, len(names), size):
+        yield {name: tensors[name] for name in names[start : start + size]}
+
+
+def test_a_stage_in_chunks_gives_what_the_whole_dict_gives(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    expected = scenarios.generate(llm, hook.stage_adapter(1, tensors, config))
+    slots = scenarios.slot_digests(manager)
+    hook.drop_adapter(1)
+    with lora_mem.open_stage(1, config) as stage:
+        for chunk in chunks_of(tensors):
+            reused = {name: tensor.clone() for name, tensor in chunk.items()}
+            stage.add_all(reused)
+            for tensor in reused.values():
+                tensor.fill_(float("nan"))  # the chunk's memory is the caller's again
+        request = stage.commit()
+    assert scenarios.generate(llm, request) == expected
+    assert scenarios.slot_digests(manager) == slots
+
+
+def test_a_rebuild_hands_out_the_same_memory_again(llm, hook, manager):
+    request = hook.stage_adapter(1, *adapter(manager, wanted=LINEAR))
+    addresses = []
+    for _ in range(3):
+        llm.llm_engine.add_lora(request)
+        model = manager._adapter_manager.get_adapter(1)
+        addresses.append(sorted(hook.offload._read(place).data_ptr() for place in hook._places(model)))
+        manager.remove_adapter(1)
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
+    tensors, config = adapter(manager, 1, wanted=LINEAR)
+    request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+    slots = scenarios.slot_digests(manager)
+    new, _ = adapter(manager, 2, wanted=LINEAR)
+    names = list(new)
+    everything = list(chunks_of(new))
+
+    def left_early(count):
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            for chunk in everything[:count]:
+                stage.add_all(chunk)
+            raise KeyboardInterrupt
+
+    for count in (0, 1, len(everything)):
+        with pytest.raises(KeyboardInterrupt):
+            left_early(count)
+
+    def without_commit():
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            stage.add_all(new)
+
+    def incomplete():
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            stage.add_all({name: new[name] for name in names[1:]})
+            stage.commit()
+
+    def less_than_announced():
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            stage.add_all({name: new[name] for name in names if "layers.3" not in name})
+            stage.commit()
+
+    def twice():
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            stage.add_all(new)
+            stage.add(names[0], new[names[0]])
+
+    def two_at_once():
+        with lora_mem.open_stage(1, config, load_inplace=True):
+            lora_mem.open_stage(1, config, load_inplace=True)
+
+    def closed():
+        with lora_mem.open_stage(3, config) as stage:
+            stage.add_all(new)
+            stage.commit()
+        hook.drop_adapter(3)
+        stage.add_all(new)
+
+    for attempt, message in [
+        (without_commit, r"left without commit\(\)"),
+        (incomplete, "a factor is missing: .*has no"),
+        (less_than_announced, r"\d+ bytes were announced .* but \d+ arrived"),
+        (twice, "came twice"),
+        (two_at_once, "a stage of adapter 1 is open already"),
+        (closed, "the stage of adapter 3 is closed"),
+        (lambda: lora_mem.open_stage(1, config), "lora_int_id 1 is in use"),
+        (lambda: lora_mem.open_stage(2, config | {"target_modules": ["x_proj"]}), "names no module"),
+        (lambda: lora_mem.open_stage(2, config | {"r": 64}), "greater than max_lora_rank"),
+        (lambda: lora_mem.open_stage(2, config, nbytes=0), "nbytes is 0"),
+        (lambda: hook.reserve(config, generations=0), "generations is 0"),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            attempt()
+        assert hook._open == {}
+        assert scenarios.slot_digests(manager) == slots
+        assert scenarios.generate(llm, request) == expected
+    # And then it works.
+    with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        stage.add_all(new)
+        second = stage.commit()
+    assert scenarios.generate(llm, second) != expected
+
+
+def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    hook.trim()
+    nbytes = hook.reserve(config)
+    assert [block.nbytes for block, _ in hook._blocks] == [nbytes] * 2
+    blocks = {id(block) for block, _ in hook._blocks}
+    for version in range(6):
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            stage.add_all({name: tensor + version for name, tensor in tensors.items()})
+            request = stage.commit()
+        scenarios.generate(llm, request, max_tokens=1)
+        assert {id(block) for block, _ in hook._blocks} == blocks
+    hook.drop_adapter(1)
+    assert hook._blocks == []
+
+
+def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, manager, monkeypatch):
+    from lora_mem.checking import ServedModule
+
+    served = hook.served_model(manager)
+    name = "model.layers.0.self_attn.o_proj"
+    monkeypatch.setitem(served.modules, name, ServedModule(None, None))
+    hook._layouts.clear()
+    tensors, config = adapter(manager, wanted=LINEAR)
+    tensors.update(
+        {
+            f"base_model.model.{name}.lora_A.weight": torch.ones(8, 256),
+            f"base_model.model.{name}.lora_B.weight": torch.ones(256, 8),
+        }
+    )
+    hook.stage_adapter(1, tensors, config)
+    (one,) = hook.status().adapters
+    assert not one.laid_out
+    assert "has a shape that only vLLM itself can check" in one.why_not_laid_out
+    hook._layouts.clear()
+
+
+def test_targets_are_matched_as_peft_does(hook, manager):
+    def announced(**config):
+        return hook._announced_bytes(manager, hook.checking.plain_config({"r": 8, "lora_alpha": 8, **config}))
+
+    every = announced(target_modules="all-linear")
+    assert (
+        announced(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]) == every
+    )
+    one_layer = announced(target_modules=r".*\.layers\.2\..*_proj")
+    assert one_layer * 4 == every
+    assert announced(target_modules=["layers.2.self_attn.q_proj"]) * 4 == announced(target_modules=["q_proj"])

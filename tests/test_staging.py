@@ -164,12 +164,17 @@ def vllm_slots(manager, layer, tensors, config, fused, ep):
     return slots_of(manager, layer, model)
 
 
-def receive(manager, tensors, config, chunks):
-    layout = Layout(
+def layout_for(manager, config):
+    helper = vllm_hook._peft_helper(config)
+    return Layout(
         vllm_hook.served_model(manager),
-        lambda names: vllm_hook._names(names, vllm_hook._peft_helper(config), None, None),
-        vllm_hook._peft_helper(config).get_rank_and_scaling,
+        lambda names: vllm_hook._names(names, helper, None, None),
+        helper.get_rank_and_scaling,
     )
+
+
+def receive(manager, tensors, config, chunks):
+    layout = layout_for(manager, config)
     receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
     for chunk in chunks:
         receiver.add_all((name, tensors[name]) for name in chunk)
@@ -228,7 +233,7 @@ def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, con
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_block_is_filled_to_the_byte_with_what_vllm_would_register(layout):
-    manager, layer = worker(layout)
+    manager, _ = worker(layout)
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
     tensors = adapter(layout, torch.Generator().manual_seed(0), torch.bfloat16, False)
     receiver = receive(manager, tensors, config, [list(tensors)])
@@ -266,11 +271,15 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     prefix = f"base_model.model.{NAME}"
 
     def attempt(message, *chunks):
-        receiver = receive_into(manager, config, tensors, block)
-        with pytest.raises(AdapterError, match=message):
+        receiver = Receiver(layout_for(manager, config), block)
+
+        def sync():
             for chunk in chunks:
                 receiver.add_all(chunk.items())
             receiver.finish()
+
+        with pytest.raises(AdapterError, match=message):
+            sync()
         receiver.abort()
         assert block.used == 0
 
@@ -291,15 +300,6 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
 
 
-def receive_into(manager, config, tensors, block):
-    layout = Layout(
-        vllm_hook.served_model(manager),
-        lambda names: vllm_hook._names(names, vllm_hook._peft_helper(config), None, None),
-        vllm_hook._peft_helper(config).get_rank_and_scaling,
-    )
-    return Receiver(layout, block)
-
-
 def test_names_are_read_once():
     manager, _ = worker("gated")
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
@@ -318,4 +318,4 @@ def test_names_are_read_once():
         receiver.finish()
         if sync == 0:
             first = len(read)
-    assert len(read) == first == 2 * len(tensors)  # once to place them, once to see that the adapter is complete
+    assert len(read) == first == len(tensors)
