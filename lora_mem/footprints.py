@@ -327,6 +327,11 @@ def slot_tensors(module: Module, options: Options) -> list[Tensor]:
         width_a = _divide(module.input_size, tp, module, "input size")
         if sharded:
             widths_b = (_divide(module.slices[0], tp, module, "output size"),)
+    elif module.kind == "mamba":
+        if sharded and min(module.heads) % tp == 0:
+            return []
+        rank_a = _divide(rank, tp, module, "max_lora_rank") if sharded else rank
+        widths_b = _mamba_per_rank(module, tp)
     a = [Tensor(f"lora_a_stacked[{i}]", (loras, 1, rank_a, width_a)) for i in range(len(widths_b))]
     return a + [Tensor(f"lora_b_stacked[{i}]", (loras, 1, width, rank)) for i, width in enumerate(widths_b)]
 
@@ -340,6 +345,8 @@ def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...
     """
     tp = tensor_parallel_size
     if module.kind != "qkv":
+        for heads in module.heads:
+            _divide(heads, tp, module, "number of heads")
         return tuple(_divide(size, tp, module, "output size") for size in module.slices)
     heads, kv_heads, _ = module.heads
     _divide(heads, tp, module, "num_attention_heads")
@@ -347,7 +354,28 @@ def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...
         _divide(tp, kv_heads, module, "tensor_parallel_size", by="num_key_value_heads")
     else:
         _divide(kv_heads, tp, module, "num_key_value_heads")
-    return tuple(size // total * max(1, total // tp) for size, total in zip(module.slices, module.heads, strict=True))
+    widths = tuple(size // total * max(1, total // tp) for size, total in zip(module.slices, module.heads, strict=True))
+    # One tensor in the checkpoint: QKVParallelLinearWithLoRA has one slot for the three.
+    return widths if len(module.children) > 1 else (sum(widths),)
+
+
+def _mamba_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
+    """Slices of MambaMixer2's in_proj or conv1d in one worker; B and C are the two slices before the last heads.
+
+    Where `tp` does not divide the groups there must be one group: vLLM extends it to one for each rank, and builds the
+    module as one ColumnParallelLinear with a single slot.
+    """
+    groups = min(module.heads)
+    if groups % tp == 0:
+        return tuple(_divide(size, tp, module, "output size") for size in module.slices)
+    if groups != 1:
+        raise SizingError("tensor_parallel_size", tp, f"must divide the groups of {module.name}, which are {groups}")
+    return (
+        sum(
+            size if heads == groups else _divide(size, tp, module, "output size")
+            for size, heads in zip(module.slices, module.heads, strict=True)
+        ),
+    )
 
 
 def packed_tensors(module: Module, options: Options, chosen: Sequence[bool]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LinearKind = Literal["column", "merged", "qkv", "row", "replicated", "embedding", "logits"]
+LinearKind = Literal["column", "merged", "mamba", "qkv", "row", "replicated", "embedding", "logits"]
 ExpertLayout = Literal["gated", "non_gated", "fused"]
 
 
@@ -37,10 +37,12 @@ class Linear:
     """A linear, embedding or logits module with LoRA slots.
 
     `kind` is the vLLM class that is wrapped: `column` and `merged` are ColumnParallelLinear and
-    MergedColumnParallelLinear, `qkv` QKVParallelLinear, `row` RowParallelLinear, `replicated` ReplicatedLinear,
-    `embedding` VocabParallelEmbedding, `logits` the LogitsProcessor that stands for `lm_head`.
-    `slices` are the output sizes of the wrapper's slots. `heads`, for `qkv` only, are the heads of each slice:
-    tensor parallelism splits heads, and replicates key and value heads where there are fewer than ranks.
+    MergedColumnParallelLinear, `mamba` either of the two (MambaMixer2 chooses), `qkv` QKVParallelLinear,
+    `row` RowParallelLinear, `replicated` ReplicatedLinear, `embedding` VocabParallelEmbedding, `logits` the
+    LogitsProcessor that stands for `lm_head`.
+    `slices` are the output sizes of the wrapper's slots, `heads` the heads (or groups) in each slice: tensor
+    parallelism splits those. Key and value heads are replicated where there are fewer than ranks.
+    `children` are empty where no adapter can name the module: it has slots all the same.
     `tensor_parallel` is False where vLLM builds the module with `disable_tp`.
     """
 
@@ -59,7 +61,7 @@ class Experts:
 
     `layout`: `gated` has w1 (gate), w2 (down) and w3 (up) for each expert, `non_gated` w1 (up) and w2 (down),
     `fused` one gate_up and one down tensor with an expert dimension (vLLM's `is_3d_moe_weight`).
-    `children` are the checkpoint's names in that order: below `experts.<i>.` for the first two, below `experts.` for
+    `children` are the adapter's names in that order: below `experts.<i>.` for the first two, below `experts.` for
     `fused`.
     """
 
@@ -69,7 +71,6 @@ class Experts:
     intermediate_size: int
     layout: ExpertLayout
     children: tuple[str, ...]
-    linear: bool = True  # nn.Linear modules in transformers (before 5); never so for `fused`
 
 
 Module = Linear | Experts
@@ -80,14 +81,14 @@ class Group:
     """Identical layers: `modules` once, and the numbers of the layers that have them.
 
     `prefix` is the path that comes before a module's name, with `{}` where the layer's number goes. A group without
-    `layers` holds modules outside the layers, in the first or in the last pipeline stage.
+    `layers` holds modules outside the layers, in the pipeline stages that `stage` names (`ends`: first and last).
     `peft_prefix` is the same path in the checkpoint where vLLM renames it.
     """
 
     prefix: str
     layers: tuple[int, ...]
     modules: tuple[Module, ...]
-    stage: Literal["layers", "first", "last"] = "layers"
+    stage: Literal["layers", "first", "last", "ends", "every"] = "layers"
     peft_prefix: str | None = None
 
     @property

@@ -43,6 +43,8 @@ class ModelShape:
         """
         if isinstance(source, ModelShape):
             return source
+        if isinstance(source, str) and source in _table():
+            return _known(source)
         fields, where = _fields(source)
         return _build(fields, where)
 
@@ -74,6 +76,11 @@ def _table() -> dict[str, dict[str, Any]]:
     return table
 
 
+@cache
+def _known(name: str) -> ModelShape:
+    return _build(_table()[name], name)
+
+
 def _order(path: str) -> tuple[int, int]:
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if numbers:
@@ -87,8 +94,6 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
         return source, "config"
     if not isinstance(source, str | Path) or not str(source):
         raise SizingError("model", source, "must be a dict, a path to a config.json or a hub name")
-    if isinstance(source, str) and source in _table():
-        return _table()[source], source
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
@@ -134,7 +139,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -144,6 +149,9 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
     builder = FAMILIES.get(str(architecture))
     if builder is None:
         field = "architectures" if architectures else "model_type"
+        if architecture in WITHOUT_LORA:
+            raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
-    return ModelShape(where, str(architecture), config.number("num_hidden_layers"), builder(config))
+    text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
+    return ModelShape(where, str(architecture), text.number("num_hidden_layers"), builder(config))
