@@ -285,10 +285,11 @@ def _granite_moe(default: str) -> Builder:
             ]
         kinds = config.items("layer_types", layers) or [default] * layers
         mixers: dict[str, Modules] = {}
-        if "mamba" in kinds and default == "mamba":
+        if default == "mamba" and {"mamba", "linear_attention"} & set(kinds):
             groups, state = config.number("mamba_n_groups", default=1), config.number("mamba_d_state")
             heads, kernel = config.number("mamba_n_heads"), config.number("mamba_d_conv", default=4)
-            mixers["mamba"] = _mamba2("mamba", hidden, heads, _granite_head_dim(config), groups, state, kernel)
+            mamba = _mamba2("mamba", hidden, heads, _granite_head_dim(config), groups, state, kernel)
+            mixers = {"mamba": mamba, "linear_attention": mamba}  # transformers 5 has its own name
         attention = _attention(config)
         return _layers((*mixers.get(str(kind), attention), *feed) for kind in kinds) + _vocabulary(config)
 
@@ -327,7 +328,7 @@ def _qwen2_moe(config: Config) -> tuple[Group, ...]:
 
 def _qwen3_moe(layout: ExpertLayout = "gated") -> Builder:
     def build(config: Config) -> tuple[Group, ...]:
-        attention = _attention(config, head_dim=128 if "head_dim" not in config else None)
+        attention = _attention(config, head_dim=128)
         layers = range(config.number("num_hidden_layers"))
         kinds = [_without_unpacked_shared(config, _qwen_moe(config, attention, layout, i)) for i in layers]
         return _layers(kinds) + _vocabulary(config, "every", "every")
@@ -364,7 +365,7 @@ def _qwen_hybrid(layout: ExpertLayout, *, interleaved: bool, moe: bool, vocabula
             else:
                 size = config.number("intermediate_size")
                 parts.append(attention + _mlp("mlp", config.number("hidden_size"), size))
-        return _layers(parts) + (_vocabulary(config) if vocabulary else ())
+        return _layers(parts) + (_vocabulary(config, "every") if vocabulary else ())
 
     return build
 
@@ -652,6 +653,11 @@ def _inside(builder: Builder, prefix: str = "language_model.", peft: str = "mode
     return build
 
 
+def _idefics3(config: Config) -> tuple[Group, ...]:
+    groups = _BARE(config.sub("text_config"))
+    return tuple(replace(group, prefix=group.prefix.replace("model.", "model.text_model.", 1)) for group in groups)
+
+
 def _by_text_config(config: Config) -> tuple[Group, ...]:
     """A multimodal model around whatever text model its text_config names."""
     text = config.sub("text_config")
@@ -709,7 +715,7 @@ FAMILIES: dict[str, Builder] = {
     "GraniteSWAForCausalLM": _LLAMA,
     "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
     "HyperCLOVAXForCausalLM": _LLAMA,
-    "Idefics3ForConditionalGeneration": _inside(_BARE, "", "model.text_model"),
+    "Idefics3ForConditionalGeneration": _idefics3,
     "IQuestCoderForCausalLM": _LLAMA,
     "InternLM3ForCausalLM": _LLAMA,
     "JambaForCausalLM": _jamba,

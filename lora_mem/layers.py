@@ -7,7 +7,6 @@ All sizes are element counts of the whole model, before any tensor or expert par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,13 +95,13 @@ class Group:
         """How many times each module exists."""
         return len(self.layers) if self.stage == "layers" else 1
 
-    def named_modules(self) -> Iterator[tuple[str, str, Module]]:
-        """Each module with its path in vLLM and the path of its parent in the checkpoint (for PEFT's names)."""
-        for layer in self.layers if self.stage == "layers" else (0,):
-            for module in self.modules:
-                path = join(self.prefix.replace("{}", str(layer)), module.name)
-                peft = join((self.peft_prefix or self.prefix).replace("{}", str(layer)), module.name)
-                yield path, peft.rpartition(".")[0], module
+    def path(self, layer: int | None, module: Module) -> str:
+        """Path of a module in vLLM; `layer` None leaves the layer's number open, as `*`."""
+        return join(self.prefix.replace("{}", "*" if layer is None else str(layer)), module.name)
+
+    def peft_path(self, layer: int, module: Module) -> str:
+        """Path of a module in the checkpoint, as PEFT names it."""
+        return join((self.peft_prefix or self.prefix).replace("{}", str(layer)), module.name)
 
 
 def join(prefix: str, name: str) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lora_mem.layers import Config, Experts, Group, Module, SizingError
-
-MODEL_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,19 @@ class ModelShape:
         fields, where = _fields(source)
         return _build(fields, where)
 
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """Sums already taken over the modules, by what they depend on: sweeps ask for the same ones again."""
+        return {}
+
     def modules(self) -> Iterator[tuple[str, Module]]:
         """Each runtime module with its path, e.g. `model.layers.0.self_attn.qkv_proj`, layers in order."""
-        named = [(path, module) for group in self.groups for path, _, module in group.named_modules()]
+        named = [
+            (group.path(layer, module), module)
+            for group in self.groups
+            for layer in (group.layers if group.stage == "layers" else (0,))
+            for module in group.modules
+        ]
         return iter(sorted(named, key=lambda item: _order(item[0])))
 
     @property
