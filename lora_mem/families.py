@@ -249,7 +249,14 @@ def _opt(config: Config) -> tuple[Group, ...]:
     return _layers([layer] * config.number("num_hidden_layers"), "model.decoder.layers.{}")
 
 
-def _mixtral(names: tuple[str, ...] = ("w1", "w2", "w3"), *, vocabulary: bool = True, router: bool = True) -> Builder:
+def _mixtral(
+    names: tuple[str, ...] = ("w1", "w2", "w3"),
+    *,
+    vocabulary: bool = True,
+    router: bool = True,
+    embed: Stage = "every",
+    head: Stage = "every",
+) -> Builder:
     """Mixtral, and what has its expert block under the same name."""
 
     def build(config: Config) -> tuple[Group, ...]:
@@ -259,7 +266,7 @@ def _mixtral(names: tuple[str, ...] = ("w1", "w2", "w3"), *, vocabulary: bool = 
             _replicated("block_sparse_moe.gate", hidden, count, linear=router),
             _experts("block_sparse_moe.experts", count, hidden, config.number("intermediate_size"), names=names),
         )
-        return _same(config, *parts) + (_vocabulary(config) if vocabulary else ())
+        return _same(config, *parts) + (_vocabulary(config, embed, head) if vocabulary else ())
 
     return build
 
@@ -541,7 +548,7 @@ def _nemotron_h(config: Config) -> tuple[Group, ...]:
         parts["-"] = _column("mixer.up_proj", hidden, inner), _row("mixer.down_proj", inner, hidden)
     if "E" in kinds:
         parts["E"] = _nemotron_moe(config, hidden)
-    return _layers(parts[kind] for kind in kinds) + _vocabulary(config)
+    return _layers(parts[kind] for kind in kinds) + _vocabulary(config, "every", "every")
 
 
 def _nemotron_pattern(config: Config, layers: int) -> str:

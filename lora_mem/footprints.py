@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lora_mem.buffers import (
     ITEMSIZE,
     Options,
+    Part,
     Tensor,
     adapter_parts,
     check_options,
@@ -396,7 +397,7 @@ def footprint(
     if pipeline_rank is None and pipeline_parallel_size > 1:
         stages = [replace(options, pipeline_rank=stage) for stage in range(pipeline_parallel_size)]
         slots, options = max(((slot_bytes(shape, stage), stage) for stage in stages), key=lambda pair: pair[0])
-    return _combine(shape, options, slots, strategy, workers)
+    return combine(shape, options, slots, _adapter_bytes(shape, options), strategy, workers)
 
 
 def slot_bytes(shape: ModelShape, options: Options) -> int:
@@ -415,15 +416,16 @@ def _adapter_bytes(shape: ModelShape, options: Options) -> tuple[int, int, int, 
     """One adapter in one worker: packed, staged, shared, the largest packed module, and all pinned by torch."""
     key = ("adapter", *options.adapter_key)
     if key not in shape.memo:
-        shape.memo[key] = _sum_adapter(shape, options)
+        shape.memo[key] = sum_parts(adapter_parts(shape, options), options)
     found: tuple[int, int, int, int, int] = shape.memo[key]
     return found
 
 
-def _sum_adapter(shape: ModelShape, options: Options) -> tuple[int, int, int, int, int]:
+def sum_parts(parts: Iterable[Part], options: Options) -> tuple[int, int, int, int, int]:
+    """Bytes of an adapter made of `parts`: packed, staged, shared, the largest packed module, pinned by torch."""
     lora_size, staged_size = ITEMSIZE[options.lora_dtype], ITEMSIZE[options.dtype]
     packed = staged = shared = largest = pinned = 0
-    for part in adapter_parts(shape, options):
+    for part in parts:
         one = 0
         for tensor in packed_tensors(part, options):
             size = tensor.elements * lora_size
@@ -441,8 +443,16 @@ def _sum_adapter(shape: ModelShape, options: Options) -> tuple[int, int, int, in
     return packed, staged, shared, largest, pinned
 
 
-def _combine(shape: ModelShape, options: Options, slots: int, strategy: Strategy, workers: int) -> Footprint:
-    packed, staged, shared, largest, pinned = _adapter_bytes(shape, options)
+def combine(
+    shape: ModelShape,
+    options: Options,
+    slots: int,
+    adapter: tuple[int, int, int, int, int],
+    strategy: Strategy,
+    workers: int,
+) -> Footprint:
+    """The figures from their parts: `slots` in bytes, and `adapter` as `sum_parts` gives it."""
+    packed, staged, shared, largest, pinned = adapter
     both, registered = packed + staged - shared, options.max_cpu_loras
     host = {"keep": 0, "offload": registered * both, "stage": registered * packed}[strategy]
     one_copy = strategy == "stage" and not options.enable_expert_parallel

@@ -77,6 +77,19 @@ def known_models() -> tuple[str, ...]:
     return tuple(_table())
 
 
+def known_config(name: str) -> dict[str, Any]:
+    """The facts that the built-in table holds of one model, as the fields of a config.json (a copy).
+
+    Raises:
+        SizingError: the table does not have it.
+
+    """
+    if name not in _table():
+        raise SizingError("model", name, "is not in the built-in table; known_models() lists it")
+    config: dict[str, Any] = json.loads(json.dumps(_table()[name]))
+    return config
+
+
 @cache
 def _table() -> dict[str, dict[str, Any]]:
     text = (resources.files("lora_mem") / "known_models.json").read_text(encoding="utf-8")
