@@ -75,6 +75,7 @@ class Adapter:
         Args:
             model: anything that `ModelShape.from_config` takes.
             options: arguments of `footprint`, but those that the adapter decides itself (rank, targets, dtype).
+                `lora_dtype` is bfloat16 where it is not given: the model's dtype, which the adapter does not tell.
 
         Raises:
             SizingError: vLLM would refuse the adapter, or an option is wrong.
@@ -91,7 +92,8 @@ class Adapter:
             raise SizingError(
                 f"{self.name}: dtype", sorted({t.dtype for t in self.tensors}), "must be one for all tensors"
             )
-        base = footprint(shape, rank=self.rank, dtype=dtype, scaling=self.scaling, **options)
+        given = {"lora_dtype": "bfloat16", **options}
+        base = footprint(shape, rank=self.rank, dtype=dtype, scaling=self.scaling, **given)
         assert base.options is not None
         wanted = replace(base.options, target_modules=("the adapter's own",))
         sizes = sum_parts(found.parts, wanted)

@@ -78,11 +78,16 @@ def _attention(
     out: str = "o_proj",
     gate: int = 1,
     fused: bool = False,
-    qkv: str = "qkv_proj",
+    kv_heads_default: bool = False,
 ) -> Modules:
-    """Grouped-query attention. `head_dim` is what transformers takes where the config gives none."""
+    """Grouped-query attention.
+
+    `head_dim` is what transformers takes where the config gives none; `kv_heads_default` says that it takes as many key
+    and value heads as heads (for other models its default is a number that fits one model only, so that the field is
+    needed).
+    """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    kv_heads = config.number("num_key_value_heads", default=heads)
+    kv_heads = config.number("num_key_value_heads", default=heads if kv_heads_default else None)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"must divide num_attention_heads={heads}")
     if "head_dim" not in config and head_dim is None and hidden % heads:
@@ -90,7 +95,7 @@ def _attention(
     head_dim = config.number("head_dim", default=head_dim or hidden // heads)
     prefix = f"{path}." if path else ""
     return (
-        _qkv(f"{prefix}{qkv}", hidden, heads, kv_heads, head_dim, gate, fused),
+        _qkv(f"{prefix}qkv_proj", hidden, heads, kv_heads, head_dim, gate, fused),
         _row(f"{prefix}{out}", heads * head_dim, hidden),
     )
 
@@ -101,8 +106,8 @@ def _mla(config: Config, path: str = "self_attn", indexer: bool = False) -> Modu
     latent, rope = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
     nope, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
     modules: list[Module] = []
-    if "q_lora_rank" in config:
-        q_rank = config.number("q_lora_rank")
+    q_rank = config.number_or_null("q_lora_rank")
+    if q_rank is not None:
         children = (Child("q_a_proj", q_rank), Child("kv_a_proj_with_mqa", latent + rope))
         fused = Linear(
             f"{path}.fused_qkv_a_proj", "merged", hidden, (q_rank, latent + rope), children, tensor_parallel=False
@@ -159,6 +164,11 @@ def _mamba2(path: str, hidden: int, heads: int, head_dim: int, groups: int, stat
     )
 
 
+def _count(config: Config) -> int:
+    # transformers 5 writes the second name for some models that had the first.
+    return config.first_number("num_experts", "num_local_experts")
+
+
 def _experts(
     path: str,
     count: int,
@@ -206,13 +216,13 @@ def _dense(
     head_dim: int | None = None,
     embed: Stage = "first",
     head: Stage | None = "last",
-    mlp: str = "mlp",
+    kv_heads_default: bool = False,
 ) -> Builder:
     """Attention and a gated MLP in each layer: Llama and its kin."""
 
     def build(config: Config) -> tuple[Group, ...]:
-        attention = _attention(config, head_dim=head_dim)
-        parts = attention + _mlp(mlp, config.number("hidden_size"), config.number("intermediate_size"))
+        attention = _attention(config, head_dim=head_dim, kv_heads_default=kv_heads_default)
+        parts = attention + _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
         return _same(config, *parts) + (_vocabulary(config, embed, head) if vocabulary else ())
 
     return build
@@ -223,7 +233,7 @@ def _phi3(config: Config) -> tuple[Group, ...]:
     hidden, intermediate = config.number("hidden_size"), config.number("intermediate_size")
     return _same(
         config,
-        *_attention(config, fused=True),
+        *_attention(config, fused=True, kv_heads_default=True),
         _column("mlp.gate_up_proj", hidden, 2 * intermediate),
         _row("mlp.down_proj", intermediate, hidden),
     ) + _vocabulary(config, "ends")
@@ -242,7 +252,7 @@ def _glm4v(config: Config) -> tuple[Group, ...]:
 def _opt(config: Config) -> tuple[Group, ...]:
     hidden, inner = config.number("hidden_size"), config.number("ffn_dim")
     layer = (
-        *_attention(config, out="out_proj"),
+        *_attention(config, out="out_proj", kv_heads_default=True),
         _column("fc1", hidden, inner),
         _row("fc2", inner, hidden),
     )
@@ -254,19 +264,18 @@ def _mixtral(
     *,
     vocabulary: bool = True,
     router: bool = True,
-    embed: Stage = "every",
-    head: Stage = "every",
+    kv_heads_default: bool = False,
 ) -> Builder:
     """Mixtral, and what has its expert block under the same name."""
 
     def build(config: Config) -> tuple[Group, ...]:
-        hidden, count = config.number("hidden_size"), config.number("num_local_experts")
+        hidden, count = config.number("hidden_size"), _count(config)
         parts = (
-            *_attention(config),
+            *_attention(config, kv_heads_default=kv_heads_default),
             _replicated("block_sparse_moe.gate", hidden, count, linear=router),
             _experts("block_sparse_moe.experts", count, hidden, config.number("intermediate_size"), names=names),
         )
-        return _same(config, *parts) + (_vocabulary(config, embed, head) if vocabulary else ())
+        return _same(config, *parts) + (_vocabulary(config, "every", "every") if vocabulary else ())
 
     return build
 
@@ -297,8 +306,9 @@ def _granite_moe(default: str) -> Builder:
             heads, kernel = config.number("mamba_n_heads"), config.number("mamba_d_conv", default=4)
             mamba = _mamba2("mamba", hidden, heads, _granite_head_dim(config), groups, state, kernel)
             mixers = {"mamba": mamba, "linear_attention": mamba}  # transformers 5 has its own name
-        attention = _attention(config)
-        return _layers((*mixers.get(str(kind), attention), *feed) for kind in kinds) + _vocabulary(config)
+        attention = _attention(config, kv_heads_default=True)
+        parts = [(*mixers.get(str(kind), attention), *feed) for kind in kinds]
+        return _layers(parts) + _vocabulary(config, "every", "every")
 
     return build
 
@@ -315,13 +325,17 @@ def _granite_head_dim(config: Config) -> int:
     return inner // heads
 
 
-def _qwen_moe(config: Config, attention: Modules, layout: ExpertLayout, index: int) -> Modules:
+def _qwen_moe(
+    config: Config, attention: Modules, layout: ExpertLayout, index: int, shared_needed: bool = True
+) -> Modules:
     """One layer of the Qwen MoE models: dense where the config says so, else routed experts and a shared one."""
-    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    hidden, count = config.number("hidden_size"), _count(config)
     step, dense = config.number("decoder_sparse_step", default=1), config.items("mlp_only_layers")
     if index in dense or (index + 1) % step:
         return attention + _mlp("mlp", hidden, config.number("intermediate_size"))
-    shared = config.number("shared_expert_intermediate_size", default=0, minimum=0)
+    # transformers has a default of its own for the models that have a shared expert; Qwen3-MoE has none.
+    needed = None if shared_needed else 0
+    shared = config.number("shared_expert_intermediate_size", default=needed, minimum=0)
     parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count)]
     if shared:
         parts += [_replicated("mlp.shared_expert_gate", hidden, 1), *_mlp("mlp.shared_expert", hidden, shared)]
@@ -335,9 +349,9 @@ def _qwen2_moe(config: Config) -> tuple[Group, ...]:
 
 def _qwen3_moe(layout: ExpertLayout = "gated") -> Builder:
     def build(config: Config) -> tuple[Group, ...]:
-        attention = _attention(config, head_dim=128)
+        attention = _attention(config)
         layers = range(config.number("num_hidden_layers"))
-        kinds = [_without_unpacked_shared(config, _qwen_moe(config, attention, layout, i)) for i in layers]
+        kinds = [_without_unpacked_shared(config, _qwen_moe(config, attention, layout, i, False)) for i in layers]
         return _layers(kinds) + _vocabulary(config, "every", "every")
 
     return build
@@ -377,51 +391,53 @@ def _qwen_hybrid(layout: ExpertLayout, *, interleaved: bool, moe: bool, vocabula
     return build
 
 
-def _deepseek(*, sparse: bool = False, latent: bool | None = None, shared: str = "mlp.shared_experts") -> Builder:
+def _deepseek(*, sparse: bool = False, latent: bool = True) -> Builder:
     """DeepSeek V2, V3, V3.2 and what is built like them: first layers dense, the others routed and shared experts.
 
-    `latent` None reads from the config whether attention is latent; `sparse` adds the indexer.
+    `latent` False is the first DeepSeek, with plain attention; `sparse` adds the indexer.
     """
 
     def build(config: Config) -> tuple[Group, ...]:
-        hidden = config.number("hidden_size")
-        mla = "kv_lora_rank" in config if latent is None else latent
-        attention = _mla(config, indexer=sparse) if mla else _attention(config)
-        dense_layers = config.number("first_k_dense_replace", default=0, minimum=0)
-        frequency = config.number("moe_layer_freq", default=1)
-        dense = (
-            attention + _mlp("mlp", hidden, config.number("intermediate_size"))
-            if dense_layers or frequency > 1 or "n_routed_experts" not in config
-            else ()
-        )
-        if "n_routed_experts" not in config:
-            return _layers([dense] * config.number("num_hidden_layers"))
-        count, size = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+        hidden, layers = config.number("hidden_size"), range(config.number("num_hidden_layers"))
+        attention = _mla(config, indexer=sparse) if latent else _attention(config)
+        count = config.number_or_null("n_routed_experts")
+        if count is None:
+            return _layers([attention + _mlp("mlp", hidden, config.number("intermediate_size"))] * len(layers))
+        size, shared = config.number("moe_intermediate_size"), config.number_or_null("n_shared_experts", minimum=0)
         parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
-        if "n_shared_experts" in config and config.number("n_shared_experts", minimum=0):
-            parts += _mlp(shared, hidden, size * config.number("n_shared_experts"))
+        if shared:
+            parts += _mlp("mlp.shared_experts", hidden, size * shared)
         routed = (*parts, _experts("mlp.experts", count, hidden, size))
-        layers = range(config.number("num_hidden_layers"))
-        return _layers(routed if i >= dense_layers and i % frequency == 0 else dense for i in layers)
+        first, every = config.number("first_k_dense_replace", minimum=0), config.number("moe_layer_freq", default=1)
+        sparse_layers = [index >= first and index % every == 0 for index in layers]
+        if all(sparse_layers):
+            return _layers([routed] * len(layers))
+        dense = attention + _mlp("mlp", hidden, config.number("intermediate_size"))
+        return _layers(routed if flag else dense for flag in sparse_layers)
 
     return build
 
 
-def _moe_after_dense(count: str, size: str, shared: str, shared_path: str, *, vocabulary: bool = False) -> Builder:
-    """Attention, first layers dense, the others routed experts with shared ones; the fields' names differ."""
+def _moe_after_dense(
+    count: str, size: str, shared: str, shared_path: str, *, vocabulary: bool = False, kinds: str = ""
+) -> Builder:
+    """Attention, first layers dense, the others routed experts with shared ones; the fields' names differ.
+
+    `kinds` is the field that says `sparse` or `dense` for each layer, for the models that have one.
+    """
 
     def build(config: Config) -> tuple[Group, ...]:
         hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
         attention = _attention(config)
-        experts, inner = config.number(count), config.number(size)
+        experts, inner = config.first_number(count, "num_local_experts"), config.number(size)
         parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, experts, linear=False)]
-        shared_count = config.number(shared, default=0, minimum=0)
+        shared_count = config.number_or_null(shared, minimum=0)
         if shared_count:
             parts += _mlp(shared_path, hidden, inner * shared_count)
         routed = (*parts, _experts("mlp.experts", experts, hidden, inner))
-        first = config.number("first_k_dense_replace", default=0, minimum=0)
-        mlp = config.items("mlp_layer_types", layers)
-        is_dense = [kind == "dense" for kind in mlp] if mlp else [i < first for i in range(layers)]
+        listed = config.items(kinds, layers) if kinds else []
+        first = 0 if listed else config.number("first_k_dense_replace", minimum=0)
+        is_dense = [kind != "sparse" for kind in listed] or [index < first for index in range(layers)]
         dense = attention + _mlp("mlp", hidden, config.number("intermediate_size")) if any(is_dense) else ()
         groups = _layers(dense if flag else routed for flag in is_dense)
         return groups + (_vocabulary(config) if vocabulary else ())
@@ -450,14 +466,14 @@ def _ernie_moe(config: Config) -> tuple[Group, ...]:
 
 
 def _olmoe(config: Config) -> tuple[Group, ...]:
-    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    hidden, count = config.number("hidden_size"), _count(config)
     size = config.number("intermediate_size")
     experts = _experts("mlp.experts", count, hidden, size)
     return _same(config, *_attention(config), _replicated("mlp.gate", hidden, count), experts)
 
 
 def _gpt_oss(config: Config) -> tuple[Group, ...]:
-    hidden, count = config.number("hidden_size"), config.number("num_local_experts")
+    hidden, count = config.number("hidden_size"), _count(config)
     return _same(
         config,
         *_attention(config, "attn", head_dim=64),
@@ -468,7 +484,7 @@ def _gpt_oss(config: Config) -> tuple[Group, ...]:
 
 def _llama4(config: Config) -> tuple[Group, ...]:
     hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
-    count, step = config.number("num_local_experts"), config.number("interleave_moe_layer_step", default=1, minimum=0)
+    count, step = _count(config), config.number("interleave_moe_layer_step", default=1, minimum=0)
     attention = _attention(config, head_dim=128)
     routed = (
         *attention,
@@ -493,7 +509,7 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
     per_layer = config.number("hidden_size_per_layer_input", default=0, minimum=0)
     tail: list[Module] = []
     if config.flag("enable_moe_block", default="num_experts" in config):
-        count = config.number("num_experts")
+        count = _count(config)
         size = config.first_number("moe_intermediate_size", "expert_intermediate_size")
         tail += [_replicated("router.proj", hidden, count), _experts("experts", count, hidden, size)]
     if per_layer:
@@ -636,7 +652,7 @@ def _jamba(config: Config) -> tuple[Group, ...]:
         mixer = attention if index % attention_every[0] == attention_every[1] else mamba
         feed = sparse if count > 1 and index % expert_every[0] == expert_every[1] else dense
         parts.append(mixer + feed)
-    return _layers(parts) + _vocabulary(config)
+    return _layers(parts) + _vocabulary(config, "every", "every")
 
 
 def _inside(builder: Builder, prefix: str = "language_model.", peft: str = "model.language_model") -> Builder:
@@ -676,28 +692,38 @@ def _by_text_config(config: Config) -> tuple[Group, ...]:
     return _inside(builder)(config)
 
 
-_LLAMA = _dense(embed="ends")
+_LLAMA = _dense(embed="ends", kv_heads_default=True)
 _BARE = _dense(vocabulary=False)
 _QWEN3 = _dense(embed="ends", head_dim=128)
 _GEMMA = _dense(vocabulary=False, head_dim=256)
 
 # By architecture, as vLLM's registry names them.
 FAMILIES: dict[str, Builder] = {
-    "AXK1ForCausalLM": _deepseek(latent=True),
-    "Cohere2ForCausalLM": _dense(head=None),
-    "CohereForCausalLM": _dense(head=None),
+    "AXK1ForCausalLM": _deepseek(),
+    "Cohere2ForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "CohereForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
     "DeepseekForCausalLM": _deepseek(latent=False),
     "DeepseekV2ForCausalLM": _deepseek(),
     "DeepseekV32ForCausalLM": _deepseek(sparse=True),
     "DeepseekV3ForCausalLM": _deepseek(),
     "Ernie4_5ForCausalLM": _dense(embed="ends"),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
-    "Exaone4ForCausalLM": _dense(embed="ends"),
+    "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
     "ExaoneMoEForCausalLM": _moe_after_dense(
-        "num_experts", "moe_intermediate_size", "num_shared_experts", "mlp.shared_experts", vocabulary=True
+        "num_experts",
+        "moe_intermediate_size",
+        "num_shared_experts",
+        "mlp.shared_experts",
+        vocabulary=True,
+        kinds="mlp_layer_types",
     ),
     "ExaoneMoeForCausalLM": _moe_after_dense(
-        "num_experts", "moe_intermediate_size", "num_shared_experts", "mlp.shared_experts", vocabulary=True
+        "num_experts",
+        "moe_intermediate_size",
+        "num_shared_experts",
+        "mlp.shared_experts",
+        vocabulary=True,
+        kinds="mlp_layer_types",
     ),
     "FalconH1ForCausalLM": _falcon_h1,
     "Gemma2ForCausalLM": _GEMMA,
@@ -715,7 +741,7 @@ FAMILIES: dict[str, Builder] = {
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _LLAMA,
-    "GraniteMoeForCausalLM": _mixtral(router=False),
+    "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
     "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
     "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
     "GraniteMoeSharedForCausalLM": _granite_moe("attention"),

@@ -141,6 +141,12 @@ class Config:
             raise self.error(name, f"must be a whole number >= {minimum}")
         return value
 
+    def number_or_null(self, name: str, minimum: int = 1) -> int | None:
+        """A whole number, or None where the config says null; it must say one of them."""
+        if name not in self.fields:
+            raise self.error(name, f"is missing; a whole number >= {minimum} is needed, or null for none")
+        return None if self.fields[name] is None else self.number(name, minimum=minimum)
+
     def first_number(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
         """The first of several names for one number."""
         for name in names:
@@ -148,7 +154,8 @@ class Config:
                 return self.number(name, minimum=minimum)
         if default is not None:
             return default
-        raise self.error(names[0], f"is missing (so are its other names {names[1:]}); a whole number is needed")
+        others = ", ".join(names[1:])
+        raise self.error(names[0], f"is missing (and so is {others}); a whole number >= {minimum} is needed")
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
