@@ -19,6 +19,15 @@ from lora_mem.shapes import ModelShape
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_VOCAB_SIZE = 258048  # LogitsProcessorWithLoRA refuses more
+# Multiples that a MoE backend rounds the hidden size and a worker's intermediate size up to (`maybe_roundup_sizes`);
+# the backends are those that take LoRA, `triton` is the one for unquantized experts.
+MOE_BACKENDS = {
+    "triton": (1, 1),
+    "flashinfer_trtllm": (1, 128),
+    "mxfp4_marlin": (256, 128),
+    "mxfp4_triton": (1, 64),
+    "mxfp4_trtllm": (256, 128),
+}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -67,6 +76,7 @@ class Options:
     enable_mixed_moe_lora_format: bool
     enable_moe_shared_loras: bool
     lora_target_modules: tuple[str, ...] | None
+    moe_backend: str
     dtype: str
     lora_dtype: str
 
@@ -84,6 +94,7 @@ class Options:
             self.enable_mixed_moe_lora_format,
             self.enable_moe_shared_loras,
             self.lora_target_modules,
+            self.moe_backend,
         )
 
     @property
@@ -155,9 +166,10 @@ def _has_sharded_class(module: Linear, tp: int) -> bool:
 
 def _expert_slots(module: Experts, options: Options) -> list[Tensor]:
     loras, rank, tp = options.max_loras, options.max_lora_rank, options.expert_tensor_parallel_size
-    hidden, sharded = module.hidden_size, options.fully_sharded_loras
+    round_hidden, round_inter = MOE_BACKENDS[options.moe_backend]
+    hidden, sharded = _round_up(module.hidden_size, round_hidden), options.fully_sharded_loras
     local = local_experts(module, options)
-    inter = _divide(module.intermediate_size, tp, module, "intermediate size")
+    inter = _round_up(_divide(module.intermediate_size, tp, module, "intermediate size"), round_inter)
     rank_a = _divide(rank, tp, module, "max_lora_rank") if sharded else rank
     hidden_b = _divide(hidden, tp, module, "hidden size") if sharded else hidden
     outer = 1 if options.enable_moe_shared_loras else local
@@ -248,6 +260,10 @@ def _mamba_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
             for size, heads in zip(module.slices, module.heads, strict=True)
         ),
     )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _divide(total: int, parts: int, module: Module, what: str) -> int:
@@ -561,6 +577,7 @@ def check_options(
     enable_mixed_moe_lora_format: bool = False,
     enable_moe_shared_loras: bool = False,
     lora_target_modules: Sequence[str] | None = None,
+    moe_backend: str = "triton",
     dtype: str = "bfloat16",
     lora_dtype: str = "auto",
 ) -> Options:
@@ -604,6 +621,8 @@ def check_options(
         raise SizingError("dtype", dtype, f"must be one of {', '.join(ITEMSIZE)}")
     if lora_dtype not in ("auto", "float16", "bfloat16"):
         raise SizingError("lora_dtype", lora_dtype, "must be one of auto, float16, bfloat16, as vLLM allows")
+    if moe_backend not in MOE_BACKENDS:
+        raise SizingError("moe_backend", moe_backend, f"must be one of {', '.join(MOE_BACKENDS)}")
     options = Options(
         rank=rank,
         rank_pattern=patterns,
@@ -622,6 +641,7 @@ def check_options(
         enable_mixed_moe_lora_format=mixed,
         enable_moe_shared_loras=outer,
         lora_target_modules=_deployment(shape, lora_target_modules),
+        moe_backend=moe_backend,
         dtype=dtype,
         lora_dtype=dtype if lora_dtype == "auto" else lora_dtype,
     )

@@ -34,6 +34,7 @@ Dp = Annotated[int, typer.Option("--dp", help="data_parallel_size.")]
 Ep = Annotated[bool, typer.Option("--ep", help="enable_expert_parallel.")]
 FullySharded = Annotated[bool, typer.Option("--fully-sharded", help="fully_sharded_loras.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+MoeBackend = Annotated[str, typer.Option(help="What computes the experts: triton, mxfp4_marlin, ...")]
 StrategyName = Annotated[str, typer.Option(help="keep, offload or stage: where an adapter is after a sync.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
 
@@ -52,6 +53,7 @@ def size(
     ep: Ep = False,
     fully_sharded: FullySharded = False,
     dtype: Dtype = "bfloat16",
+    moe_backend: MoeBackend = "triton",
     strategy: StrategyName = "offload",
     why: Annotated[bool, typer.Option("--why", help="Each figure with its formula, module by module.")] = False,
     as_json: AsJson = False,
@@ -64,7 +66,18 @@ def size(
             model,
             rank=rank,
             **_options(
-                target_modules, max_lora_rank, max_loras, max_cpu_loras, tp, pp, dp, ep, fully_sharded, dtype, strategy
+                target_modules,
+                max_lora_rank,
+                max_loras,
+                max_cpu_loras,
+                tp,
+                pp,
+                dp,
+                ep,
+                fully_sharded,
+                dtype,
+                moe_backend,
+                strategy,
             ),
         )
     except SizingError as error:
@@ -98,6 +111,7 @@ def plan(
     ep: Ep = False,
     fully_sharded: FullySharded = False,
     dtype: Dtype = "bfloat16",
+    moe_backend: MoeBackend = "triton",
     strategy: StrategyName = "offload",
     as_json: AsJson = False,
 ) -> None:
@@ -113,7 +127,18 @@ def plan(
             kv_cache_bytes=_gib("kv_cache", kv_cache),
             host_memory_bytes=None if host is None else _gib("host", host),
             **_options(
-                target_modules, max_lora_rank, max_loras, max_cpu_loras, tp, pp, dp, ep, fully_sharded, dtype, strategy
+                target_modules,
+                max_lora_rank,
+                max_loras,
+                max_cpu_loras,
+                tp,
+                pp,
+                dp,
+                ep,
+                fully_sharded,
+                dtype,
+                moe_backend,
+                strategy,
             ),
         )
     except SizingError as error:
@@ -138,6 +163,7 @@ def _options(
     ep: bool,
     fully_sharded: bool,
     dtype: str,
+    moe_backend: str,
     strategy: str,
 ) -> dict[str, Any]:
     """Arguments of `footprint`."""
@@ -152,6 +178,7 @@ def _options(
         "enable_expert_parallel": ep,
         "fully_sharded_loras": fully_sharded,
         "dtype": dtype,
+        "moe_backend": moe_backend,
         "strategy": strategy,
     }
 

@@ -301,6 +301,7 @@ def footprint(
     enable_mixed_moe_lora_format: bool = False,
     enable_moe_shared_loras: bool = False,
     lora_target_modules: Sequence[str] | None = None,
+    moe_backend: str = "triton",
     rank_pattern: Mapping[str, int] | None = None,
     scaling: float | None = None,
     is_3d_lora_weight: bool | None = None,
@@ -331,6 +332,8 @@ def footprint(
         enable_moe_shared_loras: vLLM's option: A of gate and up and B of down once for all experts.
         lora_target_modules: vLLM's deployment-wide `target_modules`: slots for these only. It takes runtime names
             (`qkv_proj`), whole paths, or packed children (`q_proj`).
+        moe_backend: what computes the routed experts. `triton` is for unquantized experts and keeps their sizes; the
+            others round the slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper.
         rank_pattern: PEFT's, by name or regular expression.
         scaling: alpha / rank (or by rsLoRA's rule); None where it is not known. With 1 nothing is folded into B, so
             that vLLM keeps the staged B of dense modules as it is.
@@ -385,6 +388,7 @@ def footprint(
         enable_mixed_moe_lora_format=enable_mixed_moe_lora_format,
         enable_moe_shared_loras=enable_moe_shared_loras,
         lora_target_modules=lora_target_modules,
+        moe_backend=moe_backend,
         dtype=dtype,
         lora_dtype=lora_dtype,
     )

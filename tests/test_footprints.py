@@ -300,6 +300,15 @@ def test_dtypes() -> None:
     assert mixed.staged_bytes == full.staged_bytes
 
 
+def test_a_moe_backend_that_rounds_sizes_up() -> None:
+    # vLLM's own sizes for gpt-oss-20b in MXFP4 with Marlin: hidden 3072, intermediate 2944 (720 -> 768 at TP 4).
+    common: dict[str, Any] = {"rank": 16, "moe_backend": "mxfp4_marlin"}
+    for tp, inter in ((1, 2944), (4, 768)):
+        result = footprint("openai/gpt-oss-20b", tensor_parallel_size=tp, **common)
+        assert expert_slots(result) == 24 * 32 * 16 * (3072 + inter + 2 * inter + 3072) * 2
+        assert result.packed_bytes == footprint("openai/gpt-oss-20b", rank=16).packed_bytes
+
+
 # Bad input
 
 
@@ -326,6 +335,7 @@ def test_dtypes() -> None:
             {"rank": 1, "max_lora_rank": 1, "tensor_parallel_size": 2, "fully_sharded_loras": True},
             "the max_lora_rank of",
         ),
+        ({"moe_backend": "abacus"}, "moe_backend='abacus': must be one of triton, "),
         ({"dtype": "int8"}, "dtype='int8': must be one of bfloat16, float16, float32"),
         ({"lora_dtype": "float32"}, "lora_dtype='float32'"),
         ({"target_modules": []}, "target_modules=.*one or more names"),
