@@ -1,10 +1,11 @@
-"""The command line: `lora-mem size`. Prints what `footprint` calculates; needs neither torch nor vllm."""
+"""The command line: `lora-mem size` and `lora-mem plan`. Prints what is calculated; needs neither torch nor vllm."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -18,23 +19,44 @@ def _root() -> None:
     """The memory of LoRA adapters in vLLM."""
 
 
+# The options of both commands, in vLLM's words.
+Model = Annotated[str, typer.Argument(help="A hub name, or a path to a config.json.")]
+Rank = Annotated[int, typer.Option(help="The adapter's rank.")]
+Targets = Annotated[
+    str, typer.Option(help="PEFT's names separated by commas, 'experts' for the routed experts, or 'all-linear'.")
+]
+MaxLoraRank = Annotated[int | None, typer.Option(help="Rank of the slots; default the smallest that fits.")]
+MaxLoras = Annotated[int, typer.Option(help="Slots.")]
+MaxCpuLoras = Annotated[int | None, typer.Option(help="Registered adapters; default max_loras.")]
+Tp = Annotated[int, typer.Option("--tp", help="tensor_parallel_size.")]
+Pp = Annotated[int, typer.Option("--pp", help="pipeline_parallel_size.")]
+Dp = Annotated[int, typer.Option("--dp", help="data_parallel_size.")]
+Ep = Annotated[bool, typer.Option("--ep", help="enable_expert_parallel.")]
+FullySharded = Annotated[bool, typer.Option("--fully-sharded", help="fully_sharded_loras.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+MoeBackend = Annotated[str, typer.Option(help="What computes the experts: triton, mxfp4_marlin, ...")]
+StrategyName = Annotated[str, typer.Option(help="keep, offload or stage: where an adapter is after a sync.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
+
+
 @app.command()
 def size(
-    model: Annotated[str, typer.Argument(help="A hub name, or a path to a config.json.")],
-    rank: Annotated[int, typer.Option(help="The adapter's rank.")],
-    target_modules: Annotated[
-        str, typer.Option(help="PEFT's names separated by commas, 'experts' for the routed experts, or 'all-linear'.")
-    ] = "all-linear",
-    max_lora_rank: Annotated[
-        int | None, typer.Option(help="Rank of the slots; default the smallest that fits.")
-    ] = None,
-    max_loras: Annotated[int, typer.Option(help="Slots.")] = 1,
-    max_cpu_loras: Annotated[int | None, typer.Option(help="Registered adapters; default max_loras.")] = None,
-    tp: Annotated[int, typer.Option("--tp", help="tensor_parallel_size.")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="enable_expert_parallel.")] = False,
-    fully_sharded: Annotated[bool, typer.Option("--fully-sharded", help="fully_sharded_loras.")] = False,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")] = False,
+    model: Model,
+    rank: Rank,
+    target_modules: Targets = "all-linear",
+    max_lora_rank: MaxLoraRank = None,
+    max_loras: MaxLoras = 1,
+    max_cpu_loras: MaxCpuLoras = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Dp = 1,
+    ep: Ep = False,
+    fully_sharded: FullySharded = False,
+    dtype: Dtype = "bfloat16",
+    moe_backend: MoeBackend = "triton",
+    strategy: StrategyName = "offload",
+    why: Annotated[bool, typer.Option("--why", help="Each figure with its formula, module by module.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The bytes of each holder of an adapter, per worker."""
     from lora_mem.footprints import footprint, gib
@@ -43,32 +65,152 @@ def size(
         result = footprint(
             model,
             rank=rank,
-            target_modules=_names(target_modules),
-            max_lora_rank=max_lora_rank,
-            max_loras=max_loras,
-            max_cpu_loras=max_cpu_loras,
-            tensor_parallel_size=tp,
-            enable_expert_parallel=ep,
-            fully_sharded_loras=fully_sharded,
-            dtype=dtype,
+            **_options(
+                target_modules,
+                max_lora_rank,
+                max_loras,
+                max_cpu_loras,
+                tp,
+                pp,
+                dp,
+                ep,
+                fully_sharded,
+                dtype,
+                moe_backend,
+                strategy,
+            ),
         )
     except SizingError as error:
         _fail(error)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
-        return
+    elif why:
+        print("\n\n".join(result.why(line.name) for line in result.lines))
+    else:
+        rows = [
+            (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.formula) for line in result.lines
+        ]
+        _print_table(f"{result.model}, rank {rank}, bytes per worker", ("figure", "bytes", "GiB", "formula"), rows)
 
+
+@app.command()
+def plan(
+    model: Model,
+    rank: Rank,
+    gpu: Annotated[str, typer.Option(help="The GPU's memory in GiB, or its name, e.g. H200.")],
+    weights: Annotated[float, typer.Option(help="The model's weights in one worker, GiB.")],
+    kv_cache: Annotated[float, typer.Option(help="KV cache and other room to leave in one worker, GiB.")] = 0.0,
+    host: Annotated[float | None, typer.Option(help="Host memory of a node for adapters, GiB.")] = None,
+    target_modules: Targets = "all-linear",
+    max_lora_rank: MaxLoraRank = None,
+    max_loras: MaxLoras = 1,
+    max_cpu_loras: MaxCpuLoras = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Dp = 1,
+    ep: Ep = False,
+    fully_sharded: FullySharded = False,
+    dtype: Dtype = "bfloat16",
+    moe_backend: MoeBackend = "triton",
+    strategy: StrategyName = "offload",
+    as_json: AsJson = False,
+) -> None:
+    """Does it fit, how far could it go, what would save memory. Exit code 0: fits, 1: does not, 2: cannot tell."""
+    from lora_mem.planning import plan as make_plan
+
+    try:
+        result = make_plan(
+            model,
+            rank=rank,
+            gpu_bytes=_gpu(gpu),
+            weights_bytes=_gib("weights", weights),
+            kv_cache_bytes=_gib("kv_cache", kv_cache),
+            host_memory_bytes=None if host is None else _gib("host", host),
+            **_options(
+                target_modules,
+                max_lora_rank,
+                max_loras,
+                max_cpu_loras,
+                tp,
+                pp,
+                dp,
+                ep,
+                fully_sharded,
+                dtype,
+                moe_backend,
+                strategy,
+            ),
+        )
+    except SizingError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        verdict = "fits" if result.fits else "does not fit"
+        rows = [(answer.question, answer.text(), answer.formula) for answer in result.answers]
+        _print_table(f"{result.footprint.model}, rank {rank}: {verdict}", ("question", "answer", "formula"), rows)
+    raise typer.Exit(0 if result.fits else 1)
+
+
+def _options(
+    target_modules: str,
+    max_lora_rank: int | None,
+    max_loras: int,
+    max_cpu_loras: int | None,
+    tp: int,
+    pp: int,
+    dp: int,
+    ep: bool,
+    fully_sharded: bool,
+    dtype: str,
+    moe_backend: str,
+    strategy: str,
+) -> dict[str, Any]:
+    """Arguments of `footprint`."""
+    return {
+        "target_modules": _names(target_modules),
+        "max_lora_rank": max_lora_rank,
+        "max_loras": max_loras,
+        "max_cpu_loras": max_cpu_loras,
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "data_parallel_size": dp,
+        "enable_expert_parallel": ep,
+        "fully_sharded_loras": fully_sharded,
+        "dtype": dtype,
+        "moe_backend": moe_backend,
+        "strategy": strategy,
+    }
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result.shape.name}, rank {rank}, bytes per worker")
-    table.add_column("figure", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("GiB", justify="right", no_wrap=True)
-    table.add_column("formula")
-    for line in result.lines:
-        table.add_row(line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.formula)
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        numbers = column in ("bytes", "GiB")
+        table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
+
+
+def _gpu(text: str) -> int:
+    from lora_mem.planning import GPUS
+
+    if text in GPUS:
+        return GPUS[text]
+    try:
+        return _gib("gpu", float(text))
+    except ValueError:
+        raise SizingError("gpu", text, f"must be a size in GiB or one of {', '.join(GPUS)}") from None
+
+
+def _gib(name: str, value: float) -> int:
+    if not 0 <= value < float("inf"):
+        raise SizingError(name, value, "must be a size in GiB")
+    return round(value * 1024**3)
 
 
 def _names(target_modules: str) -> str | list[str]:

@@ -1,144 +1,897 @@
 """How vLLM builds each model family: its runtime modules, from the fields of a config.json.
 
-Read from vLLM 0.33.0, `vllm/model_executor/models/*.py`. One function for each family; families that vLLM derives from
-one another share one here.
+Read from vLLM 0.33.0, `vllm/model_executor/models/*.py`, where every linear layer is one line here. Families that vLLM
+derives from one another share a function. Modules that vLLM cannot wrap (a router that a LoRA wrapper does not take,
+the convolution of a tower) are left out, since they get no slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Literal
 
-from lora_mem.layers import Child, Config, Experts, Group, Linear, Module
+from lora_mem.layers import Child, Config, ExpertLayout, Experts, Group, Linear, Module
 
+Modules = tuple[Module, ...]
+Builder = Callable[[Config], tuple[Group, ...]]
+Stage = Literal["first", "last", "ends", "every"]
 
-def _column(
-    name: str, input_size: int, output_size: int, *, linear: bool = True, tensor_parallel: bool = True
-) -> Linear:
-    child = Child(name.rpartition(".")[2], output_size, linear)
-    return Linear(name, "column", input_size, (output_size,), (child,), tensor_parallel=tensor_parallel)
-
-
-def _row(name: str, input_size: int, output_size: int) -> Linear:
-    return Linear(name, "row", input_size, (output_size,), (Child(name.rpartition(".")[2], output_size),))
+GATED = ("gate_proj", "down_proj", "up_proj")
+FUSED = ("gate_up_proj", "down_proj")
 
 
-def _replicated(name: str, input_size: int, output_size: int, *, linear: bool = True) -> Linear:
-    child = Child(name.rpartition(".")[2], output_size, linear)
-    return Linear(name, "replicated", input_size, (output_size,), (child,))
+# One linear layer
 
 
-def _gate_up(name: str, input_size: int, output_size: int) -> Linear:
-    children = (Child("gate_proj", output_size), Child("up_proj", output_size))
-    return Linear(name, "merged", input_size, (output_size, output_size), children)
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
-def _qkv(name: str, hidden: int, heads: int, kv_heads: int, head_dim: int) -> Linear:
-    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-    children = tuple(Child(child, size) for child, size in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
-    return Linear(name, "qkv", hidden, sizes, children, heads=(heads, kv_heads, kv_heads))
+def _column(name: str, inputs: int, outputs: int, *, heads: int = 0, linear: bool = True) -> Linear:
+    units = (heads,) if heads else ()
+    return Linear(name, "column", inputs, (outputs,), (Child(_end(name), outputs, linear),), heads=units)
 
 
-def _mlp(path: str, hidden: int, intermediate: int) -> tuple[Linear, ...]:
+def _row(name: str, inputs: int, outputs: int) -> Linear:
+    return Linear(name, "row", inputs, (outputs,), (Child(_end(name), outputs),))
+
+
+def _replicated(name: str, inputs: int, outputs: int, *, linear: bool = True) -> Linear:
+    return Linear(name, "replicated", inputs, (outputs,), (Child(_end(name), outputs, linear),))
+
+
+def _conv(name: str, kernel: int, outputs: int) -> Linear:
+    # A convolution that vLLM holds as a linear layer: it gets slots, which no adapter of PEFT's form can fill.
+    return Linear(name, "column", kernel, (outputs,), ())
+
+
+def _gate_up(name: str, inputs: int, outputs: int, children: tuple[str, str] = ("gate_proj", "up_proj")) -> Linear:
+    both = tuple(Child(child, outputs) for child in children)
+    return Linear(name, "merged", inputs, (outputs, outputs), both)
+
+
+def _mlp(path: str, hidden: int, intermediate: int) -> Modules:
     return _gate_up(f"{path}.gate_up_proj", hidden, intermediate), _row(f"{path}.down_proj", intermediate, hidden)
 
 
-def _attention(path: str, config: Config) -> tuple[Linear, ...]:
-    """Grouped-query attention: qkv_proj and o_proj."""
+def _qkv(
+    name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, gate: int = 1, fused: bool = False
+) -> Linear:
+    """QKVParallelLinear; `gate` is 2 where q carries an output gate, `fused` where the checkpoint has one tensor."""
+    sizes = (gate * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    names = ("q_proj", "k_proj", "v_proj")
+    children = tuple(Child(child, size) for child, size in zip(names, sizes, strict=True))
+    if fused:
+        children = (Child(_end(name), sum(sizes)),)
+    return Linear(name, "qkv", hidden, sizes, children, heads=(gate * heads, kv_heads, kv_heads))
+
+
+# One part of a layer
+
+
+def _attention(
+    config: Config,
+    path: str = "self_attn",
+    *,
+    head_dim: int | None = None,
+    out: str = "o_proj",
+    gate: int = 1,
+    fused: bool = False,
+    kv_heads_default: bool = False,
+) -> Modules:
+    """Grouped-query attention.
+
+    `head_dim` is what transformers takes where the config gives none; `kv_heads_default` says that it takes as many key
+    and value heads as heads (for other models its default is a number that fits one model only, so that the field is
+    needed).
+    """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    kv_heads = config.number("num_key_value_heads", default=heads)
+    kv_heads = config.number("num_key_value_heads", default=heads if kv_heads_default else None)
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"must divide num_attention_heads={heads}")
-    if "head_dim" not in config and hidden % heads:
+    if "head_dim" not in config and head_dim is None and hidden % heads:
         raise config.error("num_attention_heads", f"must divide hidden_size={hidden} where head_dim is not given")
-    head_dim = config.number("head_dim", default=hidden // heads)
+    head_dim = config.number("head_dim", default=head_dim or hidden // heads)
+    prefix = f"{path}." if path else ""
     return (
-        _qkv(f"{path}.qkv_proj", hidden, heads, kv_heads, head_dim),
-        _row(f"{path}.o_proj", heads * head_dim, hidden),
+        _qkv(f"{prefix}qkv_proj", hidden, heads, kv_heads, head_dim, gate, fused),
+        _row(f"{prefix}{out}", heads * head_dim, hidden),
     )
 
 
-def _vocabulary(config: Config, prefix: str = "") -> tuple[Group, ...]:
-    """embed_tokens and lm_head, for the models that list them in `embedding_modules`."""
-    hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
-    embedding = Linear("embed_tokens", "embedding", vocab, (hidden,), (Child("embed_tokens", hidden, linear=False),))
-    logits = Linear("lm_head", "logits", hidden, (vocab,), (Child("lm_head", vocab, linear=False),))
+def _mla(config: Config, path: str = "self_attn", indexer: bool = False) -> Modules:
+    """Multi-head latent attention, with the indexer of sparse attention or without."""
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    latent, rope = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
+    nope, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
+    modules: list[Module] = []
+    q_rank = config.number_or_null("q_lora_rank")
+    if q_rank is not None:
+        children = (Child("q_a_proj", q_rank), Child("kv_a_proj_with_mqa", latent + rope))
+        fused = Linear(
+            f"{path}.fused_qkv_a_proj", "merged", hidden, (q_rank, latent + rope), children, tensor_parallel=False
+        )
+        modules += [fused, _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads)]
+        if indexer:
+            index = config.number("index_n_heads") * config.number("index_head_dim")
+            modules.append(_replicated(f"{path}.indexer.wq_b", q_rank, index))
+    else:
+        modules += [
+            _replicated(f"{path}.kv_a_proj_with_mqa", hidden, latent + rope),
+            _column(f"{path}.q_proj", hidden, heads * (nope + rope), heads=heads),
+        ]
     return (
-        Group(f"{prefix}model", (), (embedding,), "first"),
-        Group(prefix.rstrip("."), (), (logits,), "last"),
+        *modules,
+        _column(f"{path}.kv_b_proj", latent, heads * (nope + value), heads=heads),
+        _row(f"{path}.o_proj", heads * value, hidden),
     )
 
 
-def _layers(kinds: Iterable[tuple[Module, ...]], prefix: str = "model.layers.{}") -> tuple[Group, ...]:
+def _gated_delta_net(config: Config, path: str = "linear_attn", interleaved: bool = False) -> Modules:
+    """Linear attention of Qwen3-Next (`interleaved`: one tensor each for qkvz and ba) and Qwen3.5."""
+    hidden = config.number("hidden_size")
+    k_heads, v_heads = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
+    key = k_heads * config.number("linear_key_head_dim")
+    value = v_heads * config.number("linear_value_head_dim")
+    conv = _conv(f"{path}.conv1d", config.number("linear_conv_kernel_dim"), 2 * key + value)
+    if interleaved:
+        qkvz = _column(f"{path}.in_proj_qkvz", hidden, 2 * key + 2 * value, heads=k_heads)
+        ba = _column(f"{path}.in_proj_ba", hidden, 2 * v_heads)
+    else:
+        qkvz_children = (Child("in_proj_qkv", 2 * key + value), Child("in_proj_z", value))
+        qkvz = Linear(
+            f"{path}.in_proj_qkvz",
+            "merged",
+            hidden,
+            (key, key, value, value),
+            qkvz_children,
+            heads=(k_heads, k_heads, v_heads, v_heads),
+        )
+        ba = _gate_up(f"{path}.in_proj_ba", hidden, v_heads, ("in_proj_b", "in_proj_a"))
+    return conv, qkvz, ba, _row(f"{path}.out_proj", value, hidden)
+
+
+def _mamba2(path: str, hidden: int, heads: int, head_dim: int, groups: int, state: int, kernel: int) -> Modules:
+    """MambaMixer2; its B and C groups are extended where tensor parallelism does not divide them."""
+    inner, group = heads * head_dim, groups * state
+    units = (heads, heads, groups, groups, heads)
+    sizes = (inner, inner, group, group, heads)
+    return (
+        Linear(f"{path}.conv1d", "mamba", kernel, sizes[1:4], (), heads=units[1:4]),
+        Linear(f"{path}.in_proj", "mamba", hidden, sizes, (Child("in_proj", sum(sizes)),), heads=units),
+        _row(f"{path}.out_proj", inner, hidden),
+    )
+
+
+def _count(config: Config) -> int:
+    # transformers 5 writes the second name for some models that had the first.
+    return config.first_number("num_experts", "num_local_experts")
+
+
+def _experts(
+    path: str,
+    count: int,
+    hidden: int,
+    intermediate: int,
+    layout: ExpertLayout = "gated",
+    names: tuple[str, ...] = GATED,
+) -> Experts:
+    return Experts(path, count, hidden, intermediate, layout, FUSED if layout == "fused" else names)
+
+
+# The whole model
+
+
+def _layers(kinds: Iterable[Modules], prefix: str = "model.layers.{}") -> tuple[Group, ...]:
     """Group the layers that have equal modules, in the order of their first layer."""
-    groups: dict[tuple[Module, ...], list[int]] = {}
+    groups: dict[Modules, list[int]] = {}
     for index, modules in enumerate(kinds):
         groups.setdefault(modules, []).append(index)
     return tuple(Group(prefix, tuple(indices), modules) for modules, indices in groups.items())
 
 
-def _llama(config: Config) -> tuple[Group, ...]:
-    """Llama, Qwen3 and their kin: attention and a gated MLP in each layer."""
-    attention = _attention("self_attn", config)
-    mlp = _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
-    return _layers([(*attention, *mlp)] * config.number("num_hidden_layers")) + _vocabulary(config)
+def _same(config: Config, *modules: Module) -> tuple[Group, ...]:
+    return _layers([modules] * config.number("num_hidden_layers"))
 
 
-def _llama_without_vocabulary(config: Config) -> tuple[Group, ...]:
-    """Mistral and Qwen2: as Llama, but vLLM gives embed_tokens and lm_head no slots."""
-    return tuple(group for group in _llama(config) if group.stage == "layers")
+def _vocabulary(config: Config, embed: Stage = "first", head: Stage | None = "last") -> tuple[Group, ...]:
+    """embed_tokens and lm_head (None: not), for the models that list them in `embedding_modules`.
+
+    `embed` and `head` are the pipeline stages that vLLM builds them in; `ends` is the first one, and the last one too
+    where the two share their weights.
+    """
+    hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
+    if embed == "ends" and not config.flag("tie_word_embeddings", default=False):
+        embed = "first"
+    embedding = Linear("embed_tokens", "embedding", vocab, (hidden,), (Child("embed_tokens", hidden, linear=False),))
+    logits = Linear("lm_head", "logits", hidden, (vocab,), (Child("lm_head", vocab, linear=False),))
+    groups: tuple[Group, ...] = (Group("model", (), (embedding,), embed),)
+    return groups if head is None else (*groups, Group("", (), (logits,), head))
 
 
-def _mixtral(config: Config) -> tuple[Group, ...]:
-    hidden, experts = config.number("hidden_size"), config.number("num_local_experts")
-    layer: tuple[Module, ...] = (
-        *_attention("self_attn", config),
-        _replicated("block_sparse_moe.gate", hidden, experts),
-        Experts(
-            "block_sparse_moe.experts", experts, hidden, config.number("intermediate_size"), "gated", ("w1", "w2", "w3")
-        ),
+def _dense(
+    *,
+    vocabulary: bool = True,
+    head_dim: int | None = None,
+    embed: Stage = "first",
+    head: Stage | None = "last",
+    kv_heads_default: bool = False,
+) -> Builder:
+    """Attention and a gated MLP in each layer: Llama and its kin."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        attention = _attention(config, head_dim=head_dim, kv_heads_default=kv_heads_default)
+        parts = attention + _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
+        return _same(config, *parts) + (_vocabulary(config, embed, head) if vocabulary else ())
+
+    return build
+
+
+def _phi3(config: Config) -> tuple[Group, ...]:
+    """As Llama, with one qkv_proj and one gate_up_proj in the checkpoint."""
+    hidden, intermediate = config.number("hidden_size"), config.number("intermediate_size")
+    return _same(
+        config,
+        *_attention(config, fused=True, kv_heads_default=True),
+        _column("mlp.gate_up_proj", hidden, 2 * intermediate),
+        _row("mlp.down_proj", intermediate, hidden),
+    ) + _vocabulary(config, "ends")
+
+
+def _glm4v(config: Config) -> tuple[Group, ...]:
+    hidden, intermediate = config.number("hidden_size"), config.number("intermediate_size")
+    return _same(
+        config,
+        *_attention(config),
+        _column("mlp.gate_up_proj", hidden, 2 * intermediate),
+        _row("mlp.down_proj", intermediate, hidden),
     )
-    return _layers([layer] * config.number("num_hidden_layers")) + _vocabulary(config)
 
 
-GATED = ("gate_proj", "down_proj", "up_proj")
+def _opt(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("ffn_dim")
+    layer = (
+        *_attention(config, out="out_proj", kv_heads_default=True),
+        _column("fc1", hidden, inner),
+        _row("fc2", inner, hidden),
+    )
+    return _layers([layer] * config.number("num_hidden_layers"), "model.decoder.layers.{}")
 
 
-def _qwen3_moe(config: Config) -> tuple[Group, ...]:
-    hidden, experts = config.number("hidden_size"), config.number("num_experts")
-    attention = _attention("self_attn", config)
-    sparse: tuple[Module, ...] = (
+def _mixtral(
+    names: tuple[str, ...] = ("w1", "w2", "w3"),
+    *,
+    vocabulary: bool = True,
+    router: bool = True,
+    kv_heads_default: bool = False,
+) -> Builder:
+    """Mixtral, and what has its expert block under the same name."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        hidden, count = config.number("hidden_size"), _count(config)
+        parts = (
+            *_attention(config, kv_heads_default=kv_heads_default),
+            _replicated("block_sparse_moe.gate", hidden, count, linear=router),
+            _experts("block_sparse_moe.experts", count, hidden, config.number("intermediate_size"), names=names),
+        )
+        return _same(config, *parts) + (_vocabulary(config, "every", "every") if vocabulary else ())
+
+    return build
+
+
+def _granite_moe(default: str) -> Builder:
+    """Granite's MoE with a shared MLP; `default` is the kind of every layer where the config has no `layer_types`."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+        feed: list[Module] = []
+        count = config.number("num_local_experts", default=0, minimum=0)
+        if count:
+            inner = config.number("intermediate_size")
+            feed += [
+                _replicated("block_sparse_moe.gate", hidden, count, linear=False),
+                _experts("block_sparse_moe.experts", count, hidden, inner, names=("w1", "w2", "w3")),
+            ]
+        shared = config.number("shared_intermediate_size", default=0, minimum=0)
+        if shared:
+            feed += [
+                _column("shared_mlp.input_linear", hidden, 2 * shared),
+                _row("shared_mlp.output_linear", shared, hidden),
+            ]
+        kinds = config.items("layer_types", layers) or [default] * layers
+        mixers: dict[str, Modules] = {}
+        if default == "mamba" and {"mamba", "linear_attention"} & set(kinds):
+            groups, state = config.number("mamba_n_groups", default=1), config.number("mamba_d_state")
+            heads, kernel = config.number("mamba_n_heads"), config.number("mamba_d_conv", default=4)
+            mamba = _mamba2("mamba", hidden, heads, _granite_head_dim(config), groups, state, kernel)
+            mixers = {"mamba": mamba, "linear_attention": mamba}  # transformers 5 has its own name
+        attention = _attention(config, kv_heads_default=True)
+        parts = [(*mixers.get(str(kind), attention), *feed) for kind in kinds]
+        return _layers(parts) + _vocabulary(config, "every", "every")
+
+    return build
+
+
+def _granite_head_dim(config: Config) -> int:
+    if "mamba_d_head" in config and config.fields["mamba_d_head"] != "auto":
+        return config.number("mamba_d_head")
+    inner, heads = (
+        config.number("mamba_expand", default=2) * config.number("hidden_size"),
+        config.number("mamba_n_heads"),
+    )
+    if inner % heads:
+        raise config.error("mamba_n_heads", f"must divide mamba_expand * hidden_size = {inner}")
+    return inner // heads
+
+
+def _qwen_moe(
+    config: Config, attention: Modules, layout: ExpertLayout, index: int, shared_needed: bool = True
+) -> Modules:
+    """One layer of the Qwen MoE models: dense where the config says so, else routed experts and a shared one."""
+    hidden, count = config.number("hidden_size"), _count(config)
+    step, dense = config.number("decoder_sparse_step", default=1), config.items("mlp_only_layers")
+    if index in dense or (index + 1) % step:
+        return attention + _mlp("mlp", hidden, config.number("intermediate_size"))
+    # transformers has a default of its own for the models that have a shared expert; Qwen3-MoE has none.
+    needed = None if shared_needed else 0
+    shared = config.number("shared_expert_intermediate_size", default=needed, minimum=0)
+    parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count)]
+    if shared:
+        parts += [_replicated("mlp.shared_expert_gate", hidden, 1), *_mlp("mlp.shared_expert", hidden, shared)]
+    return (*parts, _experts("mlp.experts", count, hidden, config.number("moe_intermediate_size"), layout))
+
+
+def _qwen2_moe(config: Config) -> tuple[Group, ...]:
+    attention = _attention(config)
+    return _layers(_qwen_moe(config, attention, "gated", i) for i in range(config.number("num_hidden_layers")))
+
+
+def _qwen3_moe(layout: ExpertLayout = "gated") -> Builder:
+    def build(config: Config) -> tuple[Group, ...]:
+        attention = _attention(config)
+        layers = range(config.number("num_hidden_layers"))
+        kinds = [_without_unpacked_shared(config, _qwen_moe(config, attention, layout, i, False)) for i in layers]
+        return _layers(kinds) + _vocabulary(config, "every", "every")
+
+    return build
+
+
+def _without_unpacked_shared(config: Config, modules: Modules) -> Modules:
+    """Qwen3-MoE packs gate_up_proj only where it has dense layers: without, vLLM cannot wrap a shared expert's."""
+    if config.items("mlp_only_layers"):
+        return modules
+    return tuple(module for module in modules if module.name != "mlp.shared_expert.gate_up_proj")
+
+
+def _qwen_hybrid(layout: ExpertLayout, *, interleaved: bool, moe: bool, vocabulary: bool) -> Builder:
+    """Qwen3-Next and Qwen3.5: linear attention in most layers, attention with an output gate in the others."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        layers = config.number("num_hidden_layers")
+        kinds = config.items("layer_types", layers)
+        if not kinds:
+            interval = config.number("full_attention_interval", default=4)
+            kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+        gate = 2 if config.flag("attn_output_gate", default=True) else 1
+        full = _attention(config, head_dim=256, gate=gate)
+        linear = _gated_delta_net(config, interleaved=interleaved)
+        parts: list[Modules] = []
+        for index, kind in enumerate(kinds):
+            if kind not in ("linear_attention", "full_attention"):
+                raise config.error("layer_types", f"entry {index} must be linear_attention or full_attention")
+            attention = full if kind == "full_attention" else linear
+            if moe:
+                parts.append(_qwen_moe(config, attention, layout, index))
+            else:
+                size = config.number("intermediate_size")
+                parts.append(attention + _mlp("mlp", config.number("hidden_size"), size))
+        return _layers(parts) + (_vocabulary(config, "every") if vocabulary else ())
+
+    return build
+
+
+def _deepseek(*, sparse: bool = False, latent: bool = True) -> Builder:
+    """DeepSeek V2, V3, V3.2 and what is built like them: first layers dense, the others routed and shared experts.
+
+    `latent` False is the first DeepSeek, with plain attention; `sparse` adds the indexer.
+    """
+
+    def build(config: Config) -> tuple[Group, ...]:
+        hidden, layers = config.number("hidden_size"), range(config.number("num_hidden_layers"))
+        attention = _mla(config, indexer=sparse) if latent else _attention(config)
+        count = config.number_or_null("n_routed_experts")
+        if count is None:
+            return _layers([attention + _mlp("mlp", hidden, config.number("intermediate_size"))] * len(layers))
+        size, shared = config.number("moe_intermediate_size"), config.number_or_null("n_shared_experts", minimum=0)
+        parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+        if shared:
+            parts += _mlp("mlp.shared_experts", hidden, size * shared)
+        routed = (*parts, _experts("mlp.experts", count, hidden, size))
+        first, every = config.number("first_k_dense_replace", minimum=0), config.number("moe_layer_freq", default=1)
+        sparse_layers = [index >= first and index % every == 0 for index in layers]
+        if all(sparse_layers):
+            return _layers([routed] * len(layers))
+        dense = attention + _mlp("mlp", hidden, config.number("intermediate_size"))
+        return _layers(routed if flag else dense for flag in sparse_layers)
+
+    return build
+
+
+def _moe_after_dense(
+    count: str, size: str, shared: str, shared_path: str, *, vocabulary: bool = False, kinds: str = ""
+) -> Builder:
+    """Attention, first layers dense, the others routed experts with shared ones; the fields' names differ.
+
+    `kinds` is the field that says `sparse` or `dense` for each layer, for the models that have one.
+    """
+
+    def build(config: Config) -> tuple[Group, ...]:
+        hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+        attention = _attention(config)
+        experts, inner = config.first_number(count, "num_local_experts"), config.number(size)
+        parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, experts, linear=False)]
+        shared_count = config.number_or_null(shared, minimum=0)
+        if shared_count:
+            parts += _mlp(shared_path, hidden, inner * shared_count)
+        routed = (*parts, _experts("mlp.experts", experts, hidden, inner))
+        listed = config.items(kinds, layers) if kinds else []
+        first = 0 if listed else config.number("first_k_dense_replace", minimum=0)
+        is_dense = [kind != "sparse" for kind in listed] or [index < first for index in range(layers)]
+        dense = attention + _mlp("mlp", hidden, config.number("intermediate_size")) if any(is_dense) else ()
+        groups = _layers(dense if flag else routed for flag in is_dense)
+        return groups + (_vocabulary(config) if vocabulary else ())
+
+    return build
+
+
+def _ernie_moe(config: Config) -> tuple[Group, ...]:
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    count, inner = config.number("moe_num_experts"), config.number("moe_intermediate_size")
+    attention = _attention(config)
+    parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+    shared = config.number("moe_num_shared_experts", default=0, minimum=0)
+    if shared:
+        parts += _mlp("mlp.shared_experts", hidden, inner * shared)
+    routed = (*parts, _experts("mlp.experts", count, hidden, inner))
+    dense = attention + _mlp("mlp", hidden, config.number("intermediate_size"))
+    first = config.number("moe_layer_start_index", default=0, minimum=0)
+    last = layers - 1
+    if config.fields.get("moe_layer_end_index", -1) != -1:
+        last = config.number("moe_layer_end_index", minimum=0)
+    interval = config.number("moe_layer_interval", default=1)
+    return _layers(
+        routed if first <= index <= last and (index + 1) % interval == 0 else dense for index in range(layers)
+    )
+
+
+def _olmoe(config: Config) -> tuple[Group, ...]:
+    hidden, count = config.number("hidden_size"), _count(config)
+    size = config.number("intermediate_size")
+    experts = _experts("mlp.experts", count, hidden, size)
+    return _same(config, *_attention(config), _replicated("mlp.gate", hidden, count), experts)
+
+
+def _gpt_oss(config: Config) -> tuple[Group, ...]:
+    hidden, count = config.number("hidden_size"), _count(config)
+    return _same(
+        config,
+        *_attention(config, "attn", head_dim=64),
+        _replicated("mlp.router", hidden, count, linear=False),
+        _experts("mlp.experts", count, hidden, config.number("intermediate_size"), "fused"),
+    )
+
+
+def _llama4(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    count, step = _count(config), config.number("interleave_moe_layer_step", default=1, minimum=0)
+    attention = _attention(config, head_dim=128)
+    routed = (
         *attention,
-        _replicated("mlp.gate", hidden, experts),
-        Experts("mlp.experts", experts, hidden, config.number("moe_intermediate_size"), "gated", GATED),
+        _replicated("feed_forward.router", hidden, count),
+        *_mlp("feed_forward.shared_expert", hidden, inner),
+        _experts("feed_forward.experts", count, hidden, inner),
     )
-    step, dense_layers = config.number("decoder_sparse_step", default=1), set(config.items("mlp_only_layers"))
-    kinds: list[tuple[Module, ...]] = []
+    layers = range(config.number("num_hidden_layers"))
+    sparse = [step > 0 and (index + 1) % step == 0 for index in layers]
+    dense = () if all(sparse) else attention + _mlp("feed_forward", hidden, config.number("intermediate_size_mlp"))
+    return _layers(routed if flag else dense for flag in sparse) + _vocabulary(config, "ends")
+
+
+def _gemma4(config: Config) -> tuple[Group, ...]:
+    """Sliding and full attention with heads of their own, late layers without keys and values, experts beside MLPs."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    heads, inner = config.number("num_attention_heads"), config.number("intermediate_size")
+    kinds = config.items("layer_types", layers)
+    if not kinds:
+        raise config.error("layer_types", f"is missing; {layers} entries are needed, one for each layer")
+    shared = config.number("num_kv_shared_layers", default=0, minimum=0)
+    per_layer = config.number("hidden_size_per_layer_input", default=0, minimum=0)
+    tail: list[Module] = []
+    if config.flag("enable_moe_block", default="num_experts" in config):
+        count = _count(config)
+        size = config.first_number("moe_intermediate_size", "expert_intermediate_size")
+        tail += [_replicated("router.proj", hidden, count), _experts("experts", count, hidden, size)]
+    if per_layer:
+        tail += [
+            _replicated("per_layer_input_gate", hidden, per_layer),
+            _replicated("per_layer_projection", per_layer, hidden),
+        ]
+    parts: list[Modules] = []
+    for index, kind in enumerate(kinds):
+        full = kind == "full_attention"
+        head_dim = config.number("head_dim", default=256)
+        kv_heads = config.number("num_key_value_heads")
+        if full:
+            head_dim = config.number("global_head_dim", default=head_dim)
+            if config.flag("attention_k_eq_v", default=False):
+                kv_heads = config.number("num_global_key_value_heads", default=kv_heads)
+        without_kv = bool(shared) and index >= layers - shared
+        query: Module = (
+            _column("self_attn.q_proj", hidden, heads * head_dim, heads=heads)
+            if without_kv
+            else _qkv("self_attn.qkv_proj", hidden, heads, kv_heads, head_dim)
+        )
+        wide = 2 if without_kv and config.flag("use_double_wide_mlp", default=False) else 1
+        output = _row("self_attn.o_proj", heads * head_dim, hidden)
+        parts.append((query, output, *_mlp("mlp", hidden, wide * inner), *tail))
+    groups = _layers(parts)
+    if per_layer:
+        projection = _column("per_layer_model_projection", hidden, per_layer * layers)
+        groups += (Group("model", (), (projection,), "every"),)
+    return groups
+
+
+def _nemotron_h(config: Config) -> tuple[Group, ...]:
+    """Mamba, attention, MLP and expert layers, in the order of `hybrid_override_pattern`."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    kinds = _nemotron_pattern(config, layers)
+    parts: dict[str, Modules] = {}
+    if "M" in kinds:
+        parts["M"] = _mamba2(
+            "mixer",
+            hidden,
+            config.number("mamba_num_heads"),
+            config.number("mamba_head_dim"),
+            config.first_number("n_groups", "mamba_n_groups"),
+            config.number("ssm_state_size"),
+            config.number("conv_kernel", default=4),
+        )
+    if "*" in kinds:
+        parts["*"] = _attention(config, "mixer")
+    if "-" in kinds:
+        inner = config.number("intermediate_size")
+        parts["-"] = _column("mixer.up_proj", hidden, inner), _row("mixer.down_proj", inner, hidden)
+    if "E" in kinds:
+        parts["E"] = _nemotron_moe(config, hidden)
+    return _layers(parts[kind] for kind in kinds) + _vocabulary(config, "every", "every")
+
+
+def _nemotron_pattern(config: Config, layers: int) -> str:
+    names = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+    blocks = config.items("layers_block_type")
+    if "hybrid_override_pattern" in config or not blocks:
+        pattern = config.fields.get("hybrid_override_pattern")
+        field = "hybrid_override_pattern"
+    else:
+        pattern = "".join(names.get(str(block), "?") for block in blocks)
+        field = "layers_block_type"
+    if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - set("M*-E"):
+        raise config.error(field, f"must have {layers} entries of M (mamba), * (attention), - (mlp) or E (experts)")
+    return pattern
+
+
+def _nemotron_moe(config: Config, hidden: int) -> Modules:
+    # The router gets no slots: vLLM skips `mixer.gate` of non-gated experts.
+    parts: list[Module] = []
+    width = hidden
+    shared = config.number("n_shared_experts", default=0, minimum=0)
+    if shared:
+        inner = config.number("moe_shared_expert_intermediate_size") * shared
+        parts += [
+            _column("mixer.shared_experts.up_proj", hidden, inner),
+            _row("mixer.shared_experts.down_proj", inner, hidden),
+        ]
+    if "moe_latent_size" in config:
+        width = config.number("moe_latent_size")
+        parts += [
+            _replicated("mixer.fc1_latent_proj", hidden, width),
+            _replicated("mixer.fc2_latent_proj", width, hidden),
+        ]
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    return (*parts, _experts("mixer.experts", count, width, inner, "non_gated", ("up_proj", "down_proj")))
+
+
+def _falcon_h1(config: Config) -> tuple[Group, ...]:
+    hidden = config.number("hidden_size")
+    heads = config.number("mamba_n_heads")
+    inner = config.number("mamba_d_ssm", default=config.number("mamba_expand", default=2) * hidden)
+    if inner % heads:
+        raise config.error("mamba_n_heads", f"must divide mamba_d_ssm={inner}")
+    mamba = _mamba2(
+        "mamba.mamba",
+        hidden,
+        heads,
+        inner // heads,
+        config.number("mamba_n_groups", default=1),
+        config.number("mamba_d_state"),
+        config.number("mamba_d_conv", default=4),
+    )
+    mlp = _mlp("feed_forward", hidden, config.number("intermediate_size"))
+    return _same(config, *_attention(config), *mamba, *mlp) + _vocabulary(config)
+
+
+def _jamba(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    state, dt_rank = config.number("mamba_d_state", default=16), config.number("mamba_dt_rank")
+    width = config.number("mamba_expand", default=2) * hidden
+    mamba: Modules = (
+        _conv("mamba.conv1d", config.number("mamba_d_conv", default=4), width),
+        Linear("mamba.in_proj", "column", hidden, (2 * width,), (Child("in_proj", 2 * width),)),
+        _row("mamba.x_proj", width, dt_rank + 2 * state),
+        _column("mamba.dt_proj", dt_rank, width),
+        _row("mamba.out_proj", width, hidden),
+    )
+    attention = _attention(config, "")
+    count = config.number("num_experts", default=1)
+    dense = _mlp("feed_forward", hidden, inner)
+    sparse: Modules = (
+        _replicated("feed_forward.router", hidden, count),
+        _experts("feed_forward.experts", count, hidden, inner),
+    )
+    attention_every = (
+        config.number("attn_layer_period", default=8),
+        config.number("attn_layer_offset", default=4, minimum=0),
+    )
+    expert_every = (
+        config.number("expert_layer_period", default=2),
+        config.number("expert_layer_offset", default=1, minimum=0),
+    )
+    parts = []
     for index in range(config.number("num_hidden_layers")):
-        if index in dense_layers or (index + 1) % step:
-            kinds.append(attention + _mlp("mlp", hidden, config.number("intermediate_size")))
-        else:
-            kinds.append(sparse)
-    return _layers(kinds) + _vocabulary(config)
+        mixer = attention if index % attention_every[0] == attention_every[1] else mamba
+        feed = sparse if count > 1 and index % expert_every[0] == expert_every[1] else dense
+        parts.append(mixer + feed)
+    return _layers(parts) + _vocabulary(config, "every", "every")
 
 
-Builder = Callable[[Config], tuple[Group, ...]]
+def _inside(builder: Builder, prefix: str = "language_model.", peft: str = "model.language_model") -> Builder:
+    """A multimodal model around a text model: the same modules under `prefix`; the towers get no slots.
+
+    Slots of towers and connectors are experimental in vLLM (`enable_tower_connector_lora`) and not counted.
+    """
+
+    def build(config: Config) -> tuple[Group, ...]:
+        text = config.sub("text_config") if "text_config" in config else config
+        groups = builder(text)
+        return tuple(
+            replace(
+                group,
+                prefix=f"{prefix}{group.prefix}".rstrip("."),
+                peft_prefix=group.prefix.replace("model", peft, 1) if group.prefix.startswith("model") else None,
+            )
+            for group in groups
+        )
+
+    return build
+
+
+def _idefics3(config: Config) -> tuple[Group, ...]:
+    groups = _BARE(config.sub("text_config"))
+    return tuple(replace(group, prefix=group.prefix.replace("model.", "model.text_model.", 1)) for group in groups)
+
+
+def _by_text_config(config: Config) -> tuple[Group, ...]:
+    """A multimodal model around whatever text model its text_config names."""
+    text = config.sub("text_config")
+    architectures = text.items("architectures")
+    name = architectures[0] if architectures else ARCHITECTURE_OF.get(str(text.fields.get("model_type")))
+    builder = FAMILIES.get(str(name))
+    if builder is None:
+        raise text.error("model_type", "is no text model that is known to be served with LoRA by vLLM 0.33")
+    return _inside(builder)(config)
+
+
+_LLAMA = _dense(embed="ends", kv_heads_default=True)
+_BARE = _dense(vocabulary=False)
+_QWEN3 = _dense(embed="ends", head_dim=128)
+_GEMMA = _dense(vocabulary=False, head_dim=256)
 
 # By architecture, as vLLM's registry names them.
 FAMILIES: dict[str, Builder] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _llama_without_vocabulary,
-    "MixtralForCausalLM": _mixtral,
-    "Qwen2ForCausalLM": _llama_without_vocabulary,
-    "Qwen3ForCausalLM": _llama,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "AXK1ForCausalLM": _deepseek(),
+    "Cohere2ForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "CohereForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "DeepseekForCausalLM": _deepseek(latent=False),
+    "DeepseekV2ForCausalLM": _deepseek(),
+    "DeepseekV32ForCausalLM": _deepseek(sparse=True),
+    "DeepseekV3ForCausalLM": _deepseek(),
+    "Ernie4_5ForCausalLM": _dense(embed="ends"),
+    "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
+    "ExaoneMoEForCausalLM": _moe_after_dense(
+        "num_experts",
+        "moe_intermediate_size",
+        "num_shared_experts",
+        "mlp.shared_experts",
+        vocabulary=True,
+        kinds="mlp_layer_types",
+    ),
+    "ExaoneMoeForCausalLM": _moe_after_dense(
+        "num_experts",
+        "moe_intermediate_size",
+        "num_shared_experts",
+        "mlp.shared_experts",
+        vocabulary=True,
+        kinds="mlp_layer_types",
+    ),
+    "FalconH1ForCausalLM": _falcon_h1,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": _inside(_GEMMA),
+    "Gemma4ForCausalLM": _gemma4,
+    "Gemma4ForConditionalGeneration": _inside(_gemma4),
+    "GemmaForCausalLM": _GEMMA,
+    "Glm4ForCausalLM": _BARE,
+    "Glm4MoeForCausalLM": _moe_after_dense(
+        "n_routed_experts", "moe_intermediate_size", "n_shared_experts", "mlp.shared_experts"
+    ),
+    "Glm4MoeLiteForCausalLM": _deepseek(),
+    "Glm4vForConditionalGeneration": _inside(_glm4v),
+    "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
+    "GptOssForCausalLM": _gpt_oss,
+    "GraniteForCausalLM": _LLAMA,
+    "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
+    "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
+    "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
+    "GraniteMoeSharedForCausalLM": _granite_moe("attention"),
+    "GraniteSWAForCausalLM": _LLAMA,
+    "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
+    "HyperCLOVAXForCausalLM": _LLAMA,
+    "Idefics3ForConditionalGeneration": _idefics3,
+    "IQuestCoderForCausalLM": _LLAMA,
+    "InternLM3ForCausalLM": _LLAMA,
+    "JambaForCausalLM": _jamba,
+    "LLaMAForCausalLM": _LLAMA,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _inside(_llama4),
+    "LlamaForCausalLM": _LLAMA,
+    "LlavaForConditionalGeneration": _by_text_config,
+    "LlavaNextForConditionalGeneration": _by_text_config,
+    "MiMoForCausalLM": _BARE,
+    "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
+    "Ministral3ForCausalLM": _BARE,
+    "Mistral3ForConditionalGeneration": _inside(_BARE),
+    "MistralForCausalLM": _BARE,
+    "MixtralForCausalLM": _mixtral(),
+    "NemotronHForCausalLM": _nemotron_h,
+    "OPTForCausalLM": _opt,
+    "OlmoeForCausalLM": _olmoe,
+    "PhiMoEForCausalLM": _mixtral(),
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _BARE,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen2VLForConditionalGeneration": _inside(_BARE),
+    "Qwen2_5_VLForConditionalGeneration": _inside(_BARE),
+    "Qwen3ForCausalLM": _QWEN3,
+    "Qwen3MoeForCausalLM": _qwen3_moe(),
+    "Qwen3NextForCausalLM": _qwen_hybrid("gated", interleaved=True, moe=True, vocabulary=False),
+    "Qwen3VLForConditionalGeneration": _inside(_QWEN3),
+    "Qwen3VLMoeForConditionalGeneration": _inside(_qwen3_moe("fused")),
+    "Qwen3_5ForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True),
+    "Qwen3_5ForConditionalGeneration": _inside(_qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)),
+    "Qwen3_5MoeForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=True, vocabulary=True),
+    "Qwen3_5MoeForConditionalGeneration": _inside(_qwen_hybrid("fused", interleaved=False, moe=True, vocabulary=True)),
+    "SolarForCausalLM": _LLAMA,
+    "TeleChat3ForCausalLM": _LLAMA,
 }
 
-# For a config.json without `architectures`.
+# For a config.json without `architectures`, and for the text model inside a multimodal one.
 ARCHITECTURE_OF: dict[str, str] = {
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm4v": "Glm4vForConditionalGeneration",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "llama4_text": "Llama4ForCausalLM",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "mimo": "MiMoForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhiMoEForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "solar": "SolarForCausalLM",
 }
+
+# In vLLM's registry, without its SupportsLoRA interface: vLLM refuses to start them with LoRA.
+WITHOUT_LORA: frozenset[str] = frozenset(
+    {
+        "AriaForConditionalGeneration",
+        "BailingMoeV2_5ForCausalLM",
+        "BailingMoeV3ForCausalLM",
+        "BeeForConditionalGeneration",
+        "BloomForCausalLM",
+        "Cohere2MoeForCausalLM",
+        "Cohere2VisionForConditionalGeneration",
+        "DbrxForCausalLM",
+        "DeepseekV41ForCausalLM",
+        "DeepseekVLV2ForCausalLM",
+        "FalconForCausalLM",
+        "FalconMambaForCausalLM",
+        "GPT2LMHeadModel",
+        "GPTJForCausalLM",
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+        "Glm5NextForCausalLM",
+        "IQuestLoopCoderForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "KimiK3ForConditionalGeneration",
+        "KimiLinearForCausalLM",
+        "KimiVLForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
+        "Mamba2ForCausalLM",
+        "MambaForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2ForCausalLM",
+        "MiMoV2OmniForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+        "OrionForCausalLM",
+        "Ovis",
+        "Ovis2_5",
+        "Phi3VForCausalLM",
+        "Qwen2AudioForConditionalGeneration",
+        "Step1ForCausalLM",
+        "Step3TextForCausalLM",
+        "Step3VLForConditionalGeneration",
+        "Step3p5ForCausalLM",
+        "StableLmForCausalLM",
+        "Zamba2ForCausalLM",
+    }
+)

@@ -1,75 +1,49 @@
 """The bytes of each holder of a LoRA adapter in one vLLM worker, before anything is run.
 
 Three holders (vLLM's words): *staged* are the tensors as they were received, *packed* is the registered `LoRAModel`,
-*slots* are the buffers that vLLM allocates at start-up and that generation reads. Everything here is arithmetic on the
-shapes of tensors; the same shapes can be listed one by one (`slot_tensors`, `packed_tensors`, `staged_tensors`).
-
-Formulas from vLLM 0.33.0: slots `vllm/lora/layers/*.py` (`create_lora_weights`), packed
-`PackedLoRALayerWeights.pack` and `pack_moe`, expert parallelism `MoEEPLoadSpec` and `_restrict_to_local_experts`.
+*slots* are the buffers that vLLM allocates at start-up and that generation reads. Every figure is a sum over the shapes
+of tensors that `lora_mem.buffers` lists one by one.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from lora_mem.layers import Experts, Group, Linear, Module, SizingError
-from lora_mem.shapes import MODEL_DTYPES, ModelShape
+from lora_mem.buffers import (
+    ITEMSIZE,
+    Options,
+    Part,
+    Tensor,
+    adapter_parts,
+    check_options,
+    packed_tensors,
+    slot_groups,
+    slot_tensors,
+    staged_tensors,
+    whole_number,
+)
+from lora_mem.layers import SizingError
+from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-MAX_VOCAB_SIZE = 258048  # LogitsProcessorWithLoRA refuses more
 GIB = 1024**3
 
 Strategy = Literal["keep", "offload", "stage"]
-Holder = Literal["packed", "staged", "slots"]
+STRATEGIES: tuple[Strategy, ...] = ("keep", "offload", "stage")
+HOLDERS = ("packed", "staged", "slots")
 
 
-class Tensor(NamedTuple):
-    """`copies` tensors of one shape; sizes in elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    copies: int = 1
-
-    @property
-    def elements(self) -> int:
-        """Elements of all copies."""
-        return prod(self.shape) * self.copies
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How the engine runs and what the adapter is; the arguments of `footprint`, checked, defaults filled in."""
-
-    rank: int
-    target_modules: str | tuple[str, ...]
-    max_lora_rank: int
-    max_loras: int
-    max_cpu_loras: int
-    tensor_parallel_size: int
-    enable_expert_parallel: bool
-    fully_sharded_loras: bool
-    dtype: str
-    lora_dtype: str
-
-    @property
-    def expert_parallel_size(self) -> int:
-        """Workers that the routed experts are split over."""
-        return self.tensor_parallel_size if self.enable_expert_parallel else 1
-
-    @property
-    def expert_tensor_parallel_size(self) -> int:
-        """Workers that each routed expert is sliced over; with expert parallelism none."""
-        return 1 if self.enable_expert_parallel else self.tensor_parallel_size
+def gib(size: int) -> str:
+    """A size for printing, in GiB with four digits."""
+    return f"{size / GIB:.4f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +62,59 @@ class Line:
         return f"{self.name} = {self.bytes:,} bytes ({gib(self.bytes)}) = {self.formula}  [{inputs}]"
 
 
-def gib(size: int) -> str:
-    """A size for printing, in GiB with four digits."""
-    return f"{size / GIB:.4f} GiB"
-
-
 @dataclass(frozen=True)
 class Footprint:
-    """What one adapter costs one worker, in bytes; see `footprint` for the meaning of each field."""
+    """What one adapter costs one worker, in bytes; see `footprint` for the meaning of each field.
+
+    A prediction carries the model's shape and the options, and so can say why; a measurement has neither.
+    """
 
     packed_bytes: int
     staged_bytes: int
+    shared_bytes: int
     slot_bytes: int
+    slot_padding_bytes: int
     host_bytes: int
+    host_pinned_bytes: int
+    node_host_bytes: int
     gpu_resident_bytes: int
     gpu_sync_peak_bytes: int
+    model: str
     strategy: Strategy
-    shape: ModelShape = field(repr=False)
-    options: Options = field(repr=False)
+    shape: ModelShape | None = field(default=None, repr=False)
+    options: Options | None = field(default=None, repr=False)
+    largest_bytes: int = field(default=0, repr=False)
+    workers_per_node: int = field(default=1, repr=False)
+
+    @property
+    def registered_bytes(self) -> int:
+        """What one adapter takes once it is registered and staged; memory that both share counted once."""
+        return self.packed_bytes + self.staged_bytes - self.shared_bytes
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """Each figure with its formula and inputs."""
         return tuple(_lines(self))
+
+    def phases(self, *, sleep_mode: bool = True) -> dict[str, dict[str, int]]:
+        """Bytes of each holder on the GPU, phase by phase of a colocated run.
+
+        `rest` is after start-up, `sync` while an adapter is brought in, `generation` after it, `training` while the
+        trainer has the GPU. With `sleep_mode` vLLM sleeps during training: slots are in its pool and leave the GPU,
+        registered and staged adapters are outside of it and stay.
+        """
+        kept = self._registered() * self.registered_bytes if self.strategy == "keep" else 0
+        sync = {"keep": kept, "offload": self.registered_bytes, "stage": self.largest_bytes}[self.strategy]
+        awake = {"slots": self.slot_bytes, "adapters": kept}
+        return {
+            "rest": {"slots": self.slot_bytes, "adapters": 0},
+            "sync": {"slots": self.slot_bytes, "adapters": sync},
+            "generation": awake,
+            "training": {"slots": 0 if sleep_mode else self.slot_bytes, "adapters": kept},
+        }
+
+    def _registered(self) -> int:
+        return self.options.max_cpu_loras if self.options else 1
 
     def why(self, name: str) -> str:
         """Why a figure is what it is: its formula, its inputs and, for a holder, each kind of module that adds to it.
@@ -121,46 +125,44 @@ class Footprint:
         """
         for line in self.lines:
             if name in (line.name, line.name.removesuffix("_bytes")):
-                parts = [f"{line.meaning}", str(line)]
                 holder = {"packed_bytes": "packed", "staged_bytes": "staged", "slot_bytes": "slots"}.get(line.name)
-                parts += [f"  {row['module']}: {row['formula']} = {row['bytes']:,}" for row in self.rows(holder)]
-                return "\n".join(parts)
+                rows = self.rows(holder) if holder else iter(())
+                parts = [f"  {row['module']}: {row['formula']} = {row['bytes']:,}" for row in rows]
+                return "\n".join([line.meaning, str(line), *parts])
         raise SizingError("name", name, f"must be one of {', '.join(line.name for line in self.lines)}")
 
-    def rows(self, holder: str | None = None) -> Iterator[dict[str, Any]]:
-        """Each kind of module of each holder (or of one): layers, tensors and bytes."""
-        if holder is None:
+    def rows(self, holder: str) -> Iterator[dict[str, Any]]:
+        """Each kind of module of one holder: how many, the shapes of its tensors and the bytes of all."""
+        if holder not in HOLDERS:
+            raise SizingError("holder", holder, f"must be one of {', '.join(HOLDERS)}")
+        if self.shape is None or self.options is None:
             return
-        itemsize = MODEL_DTYPES[self.options.dtype if holder == "staged" else self.options.lora_dtype]
-        for group, module, chosen in _selected(self.shape, self.options):
-            if holder == "slots":
-                found = slot_tensors(module, self.options)
-            else:
-                found = (packed_tensors if holder == "packed" else staged_tensors)(module, self.options, chosen)
-            size = sum(tensor.elements for tensor in found) * itemsize * group.count
-            if size:
-                shapes = " + ".join(
-                    (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape))
-                    for tensor in found
-                )
-                yield {
-                    "holder": holder,
-                    "module": f"{group.prefix}.{module.name}".lstrip("."),
-                    "count": group.count,
-                    "formula": f"{group.count} * ({shapes}) * {itemsize}",
-                    "bytes": size,
-                }
+        itemsize = ITEMSIZE[self.options.dtype if holder == "staged" else self.options.lora_dtype]
+        for path, count, tensors in _holder_tensors(self.shape, self.options, holder):
+            size = sum(tensor.elements for tensor in tensors) * itemsize * count
+            shapes = " + ".join(
+                (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape))
+                for tensor in tensors
+            )
+            yield {
+                "holder": holder,
+                "module": path,
+                "count": count,
+                "formula": f"{count} * ({shapes}) * {itemsize}",
+                "bytes": size,
+            }
+
+    def compare(self, measured: Footprint) -> Comparison:
+        """This prediction beside a measurement (or any other footprint), with the differences."""
+        return Comparison(self, measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: the six figures in bytes, the options, and each figure's formula and inputs."""
-        options = {item.name: getattr(self.options, item.name) for item in fields(self.options)}
-        if not isinstance(self.options.target_modules, str):
-            options["target_modules"] = list(self.options.target_modules)
+        """Everything, ready for JSON: the figures in bytes, the options, and each figure's formula and inputs."""
         return {
-            "model": self.shape.name,
+            "model": self.model,
             **{name: getattr(self, name) for name in FIGURES},
             "strategy": self.strategy,
-            "options": options,
+            "options": _plain_options(self.options),
             "why": [
                 {"name": line.name, "bytes": line.bytes, "formula": line.formula, "inputs": dict(line.inputs)}
                 for line in self.lines
@@ -171,29 +173,113 @@ class Footprint:
         """One row for each holder and kind of module: holder, module, count, formula, bytes."""
         import pandas
 
-        rows = [row for holder in ("packed", "staged", "slots") for row in self.rows(holder)]
+        rows = [row for holder in HOLDERS for row in self.rows(holder)]
         return pandas.DataFrame(rows, columns=["holder", "module", "count", "formula", "bytes"])
 
+    def plot(self, ax: Any = None) -> Any:
+        """Bars of the holders by phase; takes and returns matplotlib's Axes."""
+        from lora_mem.plots import plot_phases
+
+        return plot_phases(self, ax=ax)
+
     def __repr__(self) -> str:
-        """Plain and stable: a table of the six figures."""
-        head = f"Footprint of {self.shape.name}, rank {self.options.rank}, per worker ({self.strategy})"
+        """Plain and stable: a table of the figures."""
         rows = [f"  {line.name:<20} {line.bytes:>20,}  {gib(line.bytes):>14}" for line in self.lines]
-        return "\n".join([head, *rows])
+        return "\n".join([f"Footprint of {self._title()}", *rows])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{line.name}</td><td style='text-align:right'>{line.bytes:,}</td>"
-            f"<td style='text-align:right'>{gib(line.bytes)}</td><td>{html.escape(line.formula)}</td></tr>"
-            for line in self.lines
-        )
-        head = html.escape(f"{self.shape.name}, rank {self.options.rank}, per worker ({self.strategy})")
-        return (
-            f"<table><caption>{head}</caption><thead><tr><th>figure</th><th>bytes</th><th>GiB</th><th>formula</th></tr>"
-            f"</thead><tbody>{rows}</tbody></table>"
-        )
+        cells = [(line.name, f"{line.bytes:,}", gib(line.bytes), line.formula) for line in self.lines]
+        return html_table(self._title(), ("figure", "bytes", "GiB", "formula"), cells)
+
+    def _title(self) -> str:
+        rank = f", rank {self.options.rank}" if self.options else ""
+        return f"{self.model}{rank}, per worker ({self.strategy})"
 
 
-FIGURES = ("packed_bytes", "staged_bytes", "slot_bytes", "host_bytes", "gpu_resident_bytes", "gpu_sync_peak_bytes")
+FIGURES = (
+    "packed_bytes",
+    "staged_bytes",
+    "shared_bytes",
+    "slot_bytes",
+    "slot_padding_bytes",
+    "host_bytes",
+    "host_pinned_bytes",
+    "node_host_bytes",
+    "gpu_resident_bytes",
+    "gpu_sync_peak_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two footprints side by side; `difference` is the second less the first, in bytes."""
+
+    predicted: Footprint
+    measured: Footprint
+
+    @property
+    def difference(self) -> dict[str, int]:
+        """Measured less predicted for each figure."""
+        return {name: getattr(self.measured, name) - getattr(self.predicted, name) for name in FIGURES}
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two agree to the byte."""
+        return not any(self.difference.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each figure."""
+        return [
+            {
+                "figure": name,
+                "predicted": getattr(self.predicted, name),
+                "measured": getattr(self.measured, name),
+                "difference": difference,
+            }
+            for name, difference in self.difference.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"equal": self.equal, "figures": self.rows()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each figure."""
+        import pandas
+
+        return pandas.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        """Plain and stable."""
+        head = f"{'figure':<20} {'predicted':>20} {'measured':>20} {'difference':>20}"
+        body = [
+            f"{row['figure']:<20} {row['predicted']:>20,} {row['measured']:>20,} {row['difference']:>+20,}"
+            for row in self.rows()
+        ]
+        return "\n".join([head, *body])
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (row["figure"], f"{row['predicted']:,}", f"{row['measured']:,}", f"{row['difference']:+,}")
+            for row in self.rows()
+        ]
+        return html_table("bytes", ("figure", "predicted", "measured", "difference"), cells)
+
+
+def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A plain table without ids, so that it is the same each time; text that starts with a digit is set right."""
+    body = ""
+    for row in rows:
+        cells = "".join(
+            f"<td style='text-align:right'>{html.escape(cell)}</td>"
+            if re.match(r"[-+]?\d", cell)
+            else f"<td>{html.escape(cell)}</td>"
+            for cell in row
+        )
+        body += f"<tr>{cells}</tr>"
+    columns = "".join(f"<th>{html.escape(column)}</th>" for column in head)
+    top = f"<caption>{html.escape(caption)}</caption><thead><tr>{columns}</tr></thead>"
+    return f"<table>{top}<tbody>{body}</tbody></table>"
 
 
 def footprint(
@@ -209,7 +295,18 @@ def footprint(
     fully_sharded_loras: bool = False,
     dtype: str = "bfloat16",
     lora_dtype: str = "auto",
+    pipeline_parallel_size: int = 1,
+    pipeline_rank: int | None = None,
+    data_parallel_size: int = 1,
+    enable_mixed_moe_lora_format: bool = False,
+    enable_moe_shared_loras: bool = False,
+    lora_target_modules: Sequence[str] | None = None,
+    moe_backend: str = "triton",
+    rank_pattern: Mapping[str, int] | None = None,
+    scaling: float | None = None,
+    is_3d_lora_weight: bool | None = None,
     strategy: Strategy = "offload",
+    workers_per_node: int | None = None,
 ) -> Footprint:
     """Bytes of each holder in one worker.
 
@@ -217,8 +314,9 @@ def footprint(
         shape: a `ModelShape`, or anything that `ModelShape.from_config` takes.
         rank: the adapter's rank.
         target_modules: PEFT's names (`q_proj`, or longer ends of a path such as `self_attn.q_proj`), `experts` for the
-            routed experts, or `all-linear`: what PEFT means by it (every nn.Linear but `lm_head`) where experts are
-            nn.Linear too. Slots do not depend on it: vLLM allocates them for every module that it can serve.
+            routed experts, or `all-linear`: every linear layer that vLLM serves but `lm_head`, routed experts included
+            (as PEFT has it where experts are nn.Linear; where they are parameters PEFT leaves them out, so name what
+            the adapter has). Slots do not depend on it: vLLM allocates them for every module that it can serve.
         max_lora_rank: rank of the slots; the smallest that vLLM allows for `rank` where it is not given.
         max_loras: slots.
         max_cpu_loras: registered adapters; `max_loras` where it is not given, as in vLLM.
@@ -227,387 +325,271 @@ def footprint(
         fully_sharded_loras: vLLM's option of that name.
         dtype: dtype of the adapter's tensors as they are received, and of the model.
         lora_dtype: dtype of slots and packed tensors; `auto` is `dtype`.
+        pipeline_parallel_size: stages that the layers are split over.
+        pipeline_rank: the stage of the worker; the one with the most slot bytes where it is not given.
+        data_parallel_size: replicas; they share the routed experts, split or sliced.
+        enable_mixed_moe_lora_format: vLLM's option: the 2D wrapper for experts of any layout.
+        enable_moe_shared_loras: vLLM's option: A of gate and up and B of down once for all experts.
+        lora_target_modules: vLLM's deployment-wide `target_modules`: slots for these only. It takes runtime names
+            (`qkv_proj`), whole paths, or packed children (`q_proj`).
+        moe_backend: what computes the routed experts. `triton` is for unquantized experts and keeps their sizes; the
+            others round the slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper.
+        rank_pattern: PEFT's, by name or regular expression.
+        scaling: alpha / rank (or by rsLoRA's rule); None where it is not known. With 1 nothing is folded into B, so
+            that vLLM keeps the staged B of dense modules as it is.
+        is_3d_lora_weight: whether experts come as one tensor for all; as the model has them where it is not given.
         strategy: where staged and packed live after a sync; see below.
+        workers_per_node: workers that share a host; all workers of the engine where it is not given.
 
     Returns:
         A `Footprint`, with these fields (bytes per worker):
 
-        - `packed_bytes`: one registered adapter. vLLM slices it by expert parallelism, and not by tensor parallelism.
-        - `staged_bytes`: the tensors of one adapter as received, of the experts that are local to the worker. `fused`
-          experts come as one tensor for all experts, so that these are staged whole.
+        - `packed_bytes`: one registered adapter. Split by expert parallelism; not sliced by tensor parallelism, nor
+          cut by pipeline parallelism (vLLM registers the whole adapter in each stage).
+        - `staged_bytes`: the tensors of one adapter as received: of the experts that are local to the worker, or of all
+          where one tensor holds all.
+        - `shared_bytes`: the part of the packed tensors that is the staged memory itself, because vLLM takes those
+          tensors as they are (A of dense modules; B too where `scaling` is 1; A of fused experts).
         - `slot_bytes`: A and B buffers of every module that vLLM can serve, for `max_loras` adapters.
+        - `slot_padding_bytes`: the part of it that `rank` leaves empty below `max_lora_rank`.
         - `gpu_resident_bytes`: what stays on the GPU through generation and training.
-            keep: slots + max_cpu_loras * (staged + packed). offload, stage: slots.
+            keep: slots + max_cpu_loras * (packed + staged - shared). offload, stage: slots.
         - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in.
-            keep: as resident. offload: slots + staged + packed (the adapter being brought in; all others are on the
-            host). stage: slots + the largest packed module, which is assembled on the GPU on its way to the host.
-        - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered.
-            keep: 0. offload: max_cpu_loras * (staged + packed). stage: max_cpu_loras * packed.
-
-        Staged and packed are counted in full each. Where vLLM takes a staged tensor as it is (a dense module whose
-        scaling is 1), both are one storage and the worker needs less than this.
+            keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
+            on the host). stage: slots + the largest packed module, assembled on the GPU on its way to the host.
+        - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
+            keep: 0. offload: max_cpu_loras * (packed + staged - shared). stage: max_cpu_loras * packed.
+        - `host_pinned_bytes`: the same as torch's pinned cache takes it, each tensor rounded up to a power of two;
+          the arena of `stage` is of exact size.
+        - `node_host_bytes`: exact bytes on one host with `workers_per_node` workers: each has its own; with `stage` and
+          no expert parallelism they share one copy.
 
     Raises:
         SizingError: an argument is not what vLLM allows, or does not fit the model.
 
     """
     shape = ModelShape.from_config(shape)
-    options = _options(
+    options = check_options(
         shape,
         rank=rank,
+        rank_pattern=rank_pattern,
+        scaling=scaling,
         target_modules=target_modules,
+        is_3d_lora_weight=is_3d_lora_weight,
         max_lora_rank=max_lora_rank,
         max_loras=max_loras,
         max_cpu_loras=max_cpu_loras,
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        pipeline_rank=pipeline_rank or 0,
+        data_parallel_size=data_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         fully_sharded_loras=fully_sharded_loras,
+        enable_mixed_moe_lora_format=enable_mixed_moe_lora_format,
+        enable_moe_shared_loras=enable_moe_shared_loras,
+        lora_target_modules=lora_target_modules,
+        moe_backend=moe_backend,
         dtype=dtype,
         lora_dtype=lora_dtype,
     )
-    lora_size, staged_size = MODEL_DTYPES[options.lora_dtype], MODEL_DTYPES[options.dtype]
-    packed = staged = slots = largest = 0
-    for group, module, chosen in _selected(shape, options):
-        one = sum(tensor.elements for tensor in packed_tensors(module, options, chosen)) * lora_size
-        largest = max(largest, one)
-        packed += one * group.count
-        staged += sum(tensor.elements for tensor in staged_tensors(module, options, chosen)) * staged_size * group.count
-        slots += sum(tensor.elements for tensor in slot_tensors(module, options)) * lora_size * group.count
-    registered = options.max_cpu_loras
-    if strategy == "keep":
-        host, resident, peak = 0, slots + registered * (staged + packed), slots + registered * (staged + packed)
-    elif strategy == "offload":
-        host, resident, peak = registered * (staged + packed), slots, slots + staged + packed
-    elif strategy == "stage":
-        host, resident, peak = registered * packed, slots, slots + largest
-    else:
+    if strategy not in STRATEGIES:
         raise SizingError("strategy", strategy, "must be 'keep', 'offload' or 'stage'")
-    return Footprint(packed, staged, slots, host, resident, peak, strategy, shape, options)
+    workers = tensor_parallel_size * pipeline_parallel_size * data_parallel_size
+    if workers_per_node is not None:
+        workers = min(workers, whole_number("workers_per_node", workers_per_node))
+    slots = slot_bytes(shape, options)
+    if pipeline_rank is None and pipeline_parallel_size > 1:
+        stages = [replace(options, pipeline_rank=stage) for stage in range(pipeline_parallel_size)]
+        slots, options = max(((slot_bytes(shape, stage), stage) for stage in stages), key=lambda pair: pair[0])
+    return combine(shape, options, slots, _adapter_bytes(shape, options), strategy, workers)
 
 
-def slot_tensors(module: Module, options: Options) -> list[Tensor]:
-    """The slot buffers of one module in one worker, named and shaped as vLLM allocates them.
-
-    Raises:
-        SizingError: `tensor_parallel_size` or `max_lora_rank` does not divide as vLLM requires.
-
-    """
-    loras, rank = options.max_loras, options.max_lora_rank
-    sharded = options.fully_sharded_loras
-    if isinstance(module, Experts):
-        tp = options.expert_tensor_parallel_size
-        local = _divide(module.num_experts, options.expert_parallel_size, module, "num_experts")
-        inter = _divide(module.intermediate_size, tp, module, "intermediate size")
-        rank_a = _divide(rank, tp, module, "max_lora_rank") if sharded else rank
-        hidden_b = _divide(module.hidden_size, tp, module, "hidden size") if sharded else module.hidden_size
-        slices, width = {"gated": (2, inter), "non_gated": (1, inter), "fused": (1, 2 * inter)}[module.layout]
-        a = [Tensor(f"w13_lora_a_stacked[{i}]", (loras, local, rank_a, module.hidden_size)) for i in range(slices)]
-        b = [Tensor(f"w13_lora_b_stacked[{i}]", (loras, local, width, rank)) for i in range(slices)]
-        return [
-            *a,
-            Tensor("w2_lora_a_stacked[0]", (loras, local, rank, inter)),
-            *b,
-            Tensor("w2_lora_b_stacked[0]", (loras, local, hidden_b, rank)),
-        ]
-    if module.kind == "embedding":
-        return [
-            Tensor("lora_a_stacked[0]", (loras, module.input_size, rank)),
-            Tensor("lora_b_stacked[0]", (loras, 1, module.slices[0], rank)),
-        ]
-    tp = options.tensor_parallel_size if module.tensor_parallel else 1
-    rank_a, width_a, widths_b = rank, module.input_size, module.slices
-    if module.kind in ("column", "merged", "qkv"):
-        if sharded:
-            # No sharded class takes three or more slices unless they are q, k and v: vLLM leaves the module out.
-            if module.kind == "merged" and len(module.children) != 2:
-                return []
-            rank_a = _divide(rank, tp, module, "max_lora_rank")
-        widths_b = slices_per_rank(module, tp)
-    elif module.kind == "row":
-        width_a = _divide(module.input_size, tp, module, "input size")
-        if sharded:
-            widths_b = (_divide(module.slices[0], tp, module, "output size"),)
-    a = [Tensor(f"lora_a_stacked[{i}]", (loras, 1, rank_a, width_a)) for i in range(len(widths_b))]
-    return a + [Tensor(f"lora_b_stacked[{i}]", (loras, 1, width, rank)) for i, width in enumerate(widths_b)]
+def slot_bytes(shape: ModelShape, options: Options) -> int:
+    """Bytes of all slot buffers of one worker; `max_loras` times those of one slot."""
+    key = ("slots", *options.slot_key)
+    if key not in shape.memo:
+        one = replace(options, max_loras=1)
+        elements = 0
+        for _, module, count in slot_groups(shape, one):
+            elements += count * sum(tensor.elements for tensor in slot_tensors(module, one))
+        shape.memo[key] = elements
+    return int(shape.memo[key]) * options.max_loras * ITEMSIZE[options.lora_dtype]
 
 
-def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...]:
-    """Output sizes of a column-parallel module in one worker; key and value heads are replicated where they are few.
-
-    Raises:
-        SizingError: `tensor_parallel_size` does not divide as vLLM requires.
-
-    """
-    tp = tensor_parallel_size
-    if module.kind != "qkv":
-        return tuple(_divide(size, tp, module, "output size") for size in module.slices)
-    heads, kv_heads, _ = module.heads
-    _divide(heads, tp, module, "num_attention_heads")
-    if tp >= kv_heads:
-        _divide(tp, kv_heads, module, "tensor_parallel_size", by="num_key_value_heads")
-    else:
-        _divide(kv_heads, tp, module, "num_key_value_heads")
-    return tuple(size // total * max(1, total // tp) for size, total in zip(module.slices, module.heads, strict=True))
+def _adapter_bytes(shape: ModelShape, options: Options) -> tuple[int, int, int, int, int]:
+    """One adapter in one worker: packed, staged, shared, the largest packed module, and all pinned by torch."""
+    key = ("adapter", *options.adapter_key)
+    if key not in shape.memo:
+        shape.memo[key] = sum_parts(adapter_parts(shape, options), options)
+    found: tuple[int, int, int, int, int] = shape.memo[key]
+    return found
 
 
-def packed_tensors(module: Module, options: Options, chosen: Sequence[bool]) -> list[Tensor]:
-    """The tensors of one module in the registered `LoRAModel`; `chosen` says which children the adapter has."""
-    rank = options.rank
-    if isinstance(module, Experts):
-        if not any(chosen):
-            return []
-        local = module.num_experts // options.expert_parallel_size
-        return [
-            Tensor(f"{name}.{factor}", (local, *size))
-            for name, inputs, outputs in _expert_projections(module)
-            for factor, size in (("lora_a", (rank, inputs)), ("lora_b", (outputs, rank)))
-        ]
-    return [
-        Tensor(f"{child.name}.{factor}", size)
-        for child, taken in zip(module.children, chosen, strict=True)
-        if taken
-        for factor, size in (("lora_a", (rank, module.input_size)), ("lora_b", (child.output_size, rank)))
-    ]
+def sum_parts(parts: Iterable[Part], options: Options) -> tuple[int, int, int, int, int]:
+    """Bytes of an adapter made of `parts`: packed, staged, shared, the largest packed module, pinned by torch."""
+    lora_size, staged_size = ITEMSIZE[options.lora_dtype], ITEMSIZE[options.dtype]
+    packed = staged = shared = largest = pinned = 0
+    for part in parts:
+        one = 0
+        for tensor in packed_tensors(part, options):
+            size = tensor.elements * lora_size
+            one += size
+            if tensor.shared:
+                shared += size * part.count
+            else:
+                pinned += _power_of_two(size // tensor.copies) * tensor.copies * part.count
+        for tensor in staged_tensors(part, options):
+            size = tensor.elements * staged_size
+            staged += size * part.count
+            pinned += _power_of_two(size // tensor.copies) * tensor.copies * part.count
+        packed += one * part.count
+        largest = max(largest, one)
+    return packed, staged, shared, largest, pinned
 
 
-def staged_tensors(module: Module, options: Options, chosen: Sequence[bool]) -> list[Tensor]:
-    """The tensors of one module as they are received, with PEFT's names; `chosen` as in `packed_tensors`."""
-    if not isinstance(module, Experts):
-        return packed_tensors(module, options, chosen)
-    if not any(chosen):
-        return []
-    rank = options.rank
-    if module.layout == "fused":
-        wide = rank * module.num_experts
-        return [
-            Tensor(f"{name}.{factor}", size)
-            for name, inputs, outputs in _expert_projections(module)
-            for factor, size in (("lora_a", (wide, inputs)), ("lora_b", (outputs, wide)))
-        ]
-    local = module.num_experts // options.expert_parallel_size
-    return [
-        Tensor(f"*.{name}.{factor}", size, local)
-        for name, inputs, outputs in _expert_projections(module)
-        for factor, size in (("lora_a", (rank, inputs)), ("lora_b", (outputs, rank)))
-    ]
-
-
-def _expert_projections(module: Experts) -> Iterator[tuple[str, int, int]]:
-    """Name, input and output size of each projection of one routed expert."""
-    hidden, inter = module.hidden_size, module.intermediate_size
-    sizes = {
-        "gated": ((hidden, inter), (inter, hidden), (hidden, inter)),
-        "non_gated": ((hidden, inter), (inter, hidden)),
-        "fused": ((hidden, 2 * inter), (inter, hidden)),
-    }[module.layout]
-    for name, (inputs, outputs) in zip(module.children, sizes, strict=True):
-        yield name, inputs, outputs
-
-
-def _divide(total: int, parts: int, module: Module, what: str, by: str = "tensor_parallel_size") -> int:
-    if total % parts:
-        if by == "num_key_value_heads":
-            raise SizingError(
-                "tensor_parallel_size", total, f"must be a multiple of num_key_value_heads={parts} of {module.name}"
-            )
-        raise SizingError(
-            "tensor_parallel_size",
-            parts,
-            f"must divide the {what} of {module.name}, which is {total}, as vLLM requires",
-        )
-    return total // parts
-
-
-def _selected(shape: ModelShape, options: Options) -> Iterator[tuple[Group, Module, tuple[bool, ...]]]:
-    """Each kind of module with its group, and which of its children the adapter targets."""
-    for group in shape.groups:
-        for module in group.modules:
-            yield group, module, _chosen(module, options.target_modules)
-
-
-def _chosen(module: Module, targets: str | tuple[str, ...]) -> tuple[bool, ...]:
-    if isinstance(module, Experts):
-        return _chosen_experts(module, targets)
-    if targets == "all-linear":
-        return tuple(child.linear for child in module.children)
-    parent = module.name.rpartition(".")[0]
-    return tuple(any(_matches(f"{parent}.{child.name}", target) for target in targets) for child in module.children)
-
-
-def _chosen_experts(module: Experts, targets: str | tuple[str, ...]) -> tuple[bool, ...]:
-    if targets == "all-linear" or any(_matches(module.name, target) for target in targets):
-        return (True,) * len(module.children)
-    if module.layout == "fused":
-        paths = [f"{module.name}.{child}" for child in module.children]
-        # A parameter is no module: PEFT reaches it by `target_parameters`, whose names hold the parent's too.
-        chosen = tuple(any("." in target and _matches(path, target) for target in targets) for path in paths)
-    else:
-        paths = [f"{module.name}.0.{child}" for child in module.children]
-        chosen = tuple(any(_matches(path, target) for target in targets) for path in paths)
-    if any(chosen) and not all(chosen):
-        missing = [child for child, taken in zip(module.children, chosen, strict=True) if not taken]
-        raise SizingError(
-            "target_modules",
-            list(targets),
-            f"takes a part of each routed expert of {module.name} only; vLLM needs {', '.join(missing)} too"
-            " (`experts` takes them all)",
-        )
-    return chosen
-
-
-def _matches(path: str, target: str) -> bool:
-    """PEFT's rule: the target is the path or its end, at a dot."""
-    return path == target or path.endswith(f".{target}")
-
-
-def _integer(name: str, value: object, minimum: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise SizingError(name, value, f"must be a whole number >= {minimum}")
-    return value
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise SizingError(name, value, "must be True or False")
-    return value
-
-
-def _options(
+def combine(
     shape: ModelShape,
-    *,
-    rank: int,
-    target_modules: str | Sequence[str],
-    max_lora_rank: int | None,
-    max_loras: int,
-    max_cpu_loras: int | None,
-    tensor_parallel_size: int,
-    enable_expert_parallel: bool,
-    fully_sharded_loras: bool,
-    dtype: str,
-    lora_dtype: str,
-) -> Options:
-    rank = _integer("rank", rank)
-    allowed = ", ".join(map(str, MAX_LORA_RANKS))
-    if rank > MAX_LORA_RANKS[-1]:
-        raise SizingError(
-            "rank", rank, f"must be at most {MAX_LORA_RANKS[-1]}: vLLM's max_lora_rank is one of {allowed}"
-        )
-    if max_lora_rank is None:
-        max_lora_rank = next(allowed_rank for allowed_rank in MAX_LORA_RANKS if allowed_rank >= rank)
-    elif _integer("max_lora_rank", max_lora_rank) not in MAX_LORA_RANKS:
-        raise SizingError("max_lora_rank", max_lora_rank, f"must be one of {allowed}, as vLLM allows")
-    if rank > max_lora_rank:
-        raise SizingError("max_lora_rank", max_lora_rank, f"must be at least the adapter's rank, which is {rank}")
-    max_loras = _integer("max_loras", max_loras)
-    max_cpu_loras = max_loras if max_cpu_loras is None else _integer("max_cpu_loras", max_cpu_loras)
-    if max_cpu_loras < max_loras:
-        raise SizingError("max_cpu_loras", max_cpu_loras, f"must be at least max_loras={max_loras}, as vLLM requires")
-    tp = _integer("tensor_parallel_size", tensor_parallel_size)
-    ep = _flag("enable_expert_parallel", enable_expert_parallel)
-    fully_sharded = _flag("fully_sharded_loras", fully_sharded_loras)
-    if dtype not in MODEL_DTYPES:
-        raise SizingError("dtype", dtype, f"must be one of {', '.join(MODEL_DTYPES)}")
-    if lora_dtype not in ("auto", "float16", "bfloat16"):
-        raise SizingError("lora_dtype", lora_dtype, "must be one of auto, float16, bfloat16, as vLLM allows")
-    if ep and not shape.is_moe:
-        raise SizingError("enable_expert_parallel", ep, f"needs a model with routed experts; {shape.name} has none")
-    if ep and fully_sharded and tp > 1:
-        raise SizingError(
-            "fully_sharded_loras", True, "cannot go together with enable_expert_parallel; vLLM refuses it. Drop one"
-        )
-    return Options(
-        rank=rank,
-        target_modules=_targets(shape, target_modules),
-        max_lora_rank=max_lora_rank,
-        max_loras=max_loras,
-        max_cpu_loras=max_cpu_loras,
-        tensor_parallel_size=tp,
-        enable_expert_parallel=ep and tp > 1,
-        fully_sharded_loras=fully_sharded,
-        dtype=dtype,
-        lora_dtype=dtype if lora_dtype == "auto" else lora_dtype,
+    options: Options,
+    slots: int,
+    adapter: tuple[int, int, int, int, int],
+    strategy: Strategy,
+    workers: int,
+) -> Footprint:
+    """The figures from their parts: `slots` in bytes, and `adapter` as `sum_parts` gives it."""
+    packed, staged, shared, largest, pinned = adapter
+    both, registered = packed + staged - shared, options.max_cpu_loras
+    host = {"keep": 0, "offload": registered * both, "stage": registered * packed}[strategy]
+    one_copy = strategy == "stage" and not options.enable_expert_parallel
+    return Footprint(
+        packed_bytes=packed,
+        staged_bytes=staged,
+        shared_bytes=shared,
+        slot_bytes=slots,
+        slot_padding_bytes=slots * (options.max_lora_rank - options.rank) // options.max_lora_rank,
+        host_bytes=host,
+        host_pinned_bytes=registered * pinned if strategy == "offload" else host,
+        node_host_bytes=host if one_copy else workers * host,
+        gpu_resident_bytes=slots + (registered * both if strategy == "keep" else 0),
+        gpu_sync_peak_bytes=slots + {"keep": registered * both, "offload": both, "stage": largest}[strategy],
+        model=shape.name,
+        strategy=strategy,
+        shape=shape,
+        options=options,
+        largest_bytes=largest,
+        workers_per_node=workers,
     )
 
 
-def _targets(shape: ModelShape, target_modules: str | Sequence[str]) -> str | tuple[str, ...]:
-    """Normal form of `target_modules`; each name must take at least one module of the model."""
-    if target_modules == "all-linear":
-        return "all-linear"
-    names = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise SizingError("target_modules", target_modules, "must be all-linear, or one or more names of modules")
-    if "all-linear" in names:
-        raise SizingError("target_modules", list(names), "all-linear must stand alone")
-    available = target_names(shape)
-    for name in names:
-        if not any(_matches(path, name) for path in available):
-            known = sorted({path.rpartition(".")[2] for path in available} | ({"experts"} if shape.is_moe else set()))
-            raise SizingError(
-                "target_modules",
-                name,
-                f"is no module of {shape.name} that vLLM serves with LoRA; it has: {', '.join(known)}",
-            )
-    return names
+def _power_of_two(size: int) -> int:
+    """The block that torch's pinned cache takes for `size` bytes."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
-def target_names(shape: ModelShape) -> set[str]:
-    """Paths within a layer that PEFT's target_modules can name, `mlp.experts` standing for the routed experts."""
-    names: set[str] = set()
-    for group in shape.groups:
-        for module in group.modules:
-            parent = module.name.rpartition(".")[0]
-            if isinstance(module, Experts):
-                names.add(module.name)
-                middle = "" if module.layout == "fused" else "0."
-                names.update(f"{module.name}.{middle}{child}" for child in module.children)
-            else:
-                names.update(f"{parent}.{child.name}" for child in module.children)
-    return names
+def _holder_tensors(shape: ModelShape, options: Options, holder: str) -> Iterator[tuple[str, int, list[Tensor]]]:
+    """Path, count and tensors of each kind of module of one holder."""
+    if holder == "slots":
+        for group, module, count in slot_groups(shape, options):
+            tensors = slot_tensors(module, options)
+            if tensors:
+                yield group.path(None, module), count, tensors
+        return
+    listing = packed_tensors if holder == "packed" else staged_tensors
+    for part in adapter_parts(shape, options):
+        yield part.path, part.count, listing(part, options)
+
+
+def _plain_options(options: Options | None) -> dict[str, Any]:
+    if options is None:
+        return {}
+    plain = {item.name: getattr(options, item.name) for item in fields(options)}
+    plain["rank_pattern"] = dict(options.rank_pattern)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+
+_MEANING = {
+    "packed_bytes": "One registered adapter (LoRAModel) in one worker; not sliced by tensor parallelism.",
+    "staged_bytes": "One adapter's tensors as received.",
+    "shared_bytes": "The part of the packed tensors that is the staged memory itself.",
+    "slot_bytes": "The A and B buffers that vLLM allocates at start-up, whatever the adapter targets.",
+    "slot_padding_bytes": "The part of the slots that the adapter's rank leaves empty.",
+    "host_bytes": "Pinned host memory with max_cpu_loras adapters registered, of exact size.",
+    "host_pinned_bytes": "The same as torch's pinned cache takes it: each tensor rounded up to a power of two.",
+    "node_host_bytes": "Exact bytes of all workers of one host.",
+    "gpu_resident_bytes": "What stays on the GPU through generation and training.",
+    "gpu_sync_peak_bytes": "The most on the GPU while an adapter is brought in.",
+}
 
 
 def _lines(result: Footprint) -> Iterator[Line]:
     options = result.options
-    adapter = {"rank": options.rank, "target_modules": options.target_modules}
+    if options is None:
+        for name in FIGURES:
+            yield Line(name, getattr(result, name), "measured", {}, _MEANING[name])
+        return
+    adapter: dict[str, Any] = {"rank": options.rank, "target_modules": options.target_modules}
+    if options.rank_pattern:
+        adapter["rank_pattern"] = dict(options.rank_pattern)
     if options.enable_expert_parallel:
         adapter["expert_parallel_size"] = options.expert_parallel_size
-    yield Line(
-        "packed_bytes",
-        result.packed_bytes,
-        "sum over targeted modules of (rank * inputs + outputs * rank) * itemsize, experts local to the worker",
-        {**adapter, "dtype": options.lora_dtype},
-        "One registered adapter (LoRAModel) in one worker; not sliced by tensor parallelism.",
-    )
-    yield Line(
-        "staged_bytes",
-        result.staged_bytes,
-        "sum over received tensors of elements * itemsize",
-        {**adapter, "dtype": options.dtype},
-        "One adapter's tensors as received.",
-    )
-    yield Line(
-        "slot_bytes",
-        result.slot_bytes,
-        "sum over served modules of max_loras * (A + B elements at max_lora_rank, sliced) * itemsize",
-        {
-            "max_loras": options.max_loras,
-            "max_lora_rank": options.max_lora_rank,
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "fully_sharded_loras": options.fully_sharded_loras,
-            "dtype": options.lora_dtype,
+    engine = ("max_loras", "max_lora_rank", "tensor_parallel_size", "fully_sharded_loras")
+    formulas: dict[str, tuple[str, dict[str, Any]]] = {
+        "packed_bytes": (
+            "sum over targeted modules of (rank * inputs + outputs * rank) * itemsize, experts local to the worker",
+            {**adapter, "dtype": options.lora_dtype},
+        ),
+        "staged_bytes": (
+            "sum over received tensors of elements * itemsize",
+            {**adapter, "dtype": options.dtype},
+        ),
+        "shared_bytes": (
+            "sum over packed tensors that vLLM takes as they were staged",
+            {"scaling": options.scaling, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
+        ),
+        "slot_bytes": (
+            "sum over served modules of max_loras * (A + B elements at max_lora_rank, sliced) * itemsize",
+            {name: getattr(options, name) for name in engine} | {"dtype": options.lora_dtype},
+        ),
+        "slot_padding_bytes": ("slots * (max_lora_rank - rank) // max_lora_rank", {}),
+        "host_pinned_bytes": _pinned_formula(result),
+        "node_host_bytes": _node_formula(result),
+    }
+    both, registered = "(packed + staged - shared)", "max_cpu_loras * (packed + staged - shared)"
+    by_strategy = {
+        "host_bytes": {"keep": "0", "offload": registered, "stage": "max_cpu_loras * packed"},
+        "gpu_resident_bytes": {"keep": f"slots + {registered}", "offload": "slots", "stage": "slots"},
+        "gpu_sync_peak_bytes": {
+            "keep": f"slots + {registered}",
+            "offload": f"slots + {both}",
+            "stage": "slots + largest_packed_module",
         },
-        "The A and B buffers that vLLM allocates at start-up, whatever the adapter targets.",
-    )
-    packed, staged, slots = result.packed_bytes, result.staged_bytes, result.slot_bytes
-    sizes = {"slots": slots, "staged": staged, "packed": packed, "max_cpu_loras": options.max_cpu_loras}
-    both = "max_cpu_loras * (staged + packed)"
-    host = {"keep": "0", "offload": both, "stage": "max_cpu_loras * packed"}
-    resident = {"keep": f"slots + {both}", "offload": "slots", "stage": "slots"}
-    peak = {"keep": f"slots + {both}", "offload": "slots + staged + packed", "stage": "slots + largest packed module"}
-    for name, formulas, meaning in (
-        ("host_bytes", host, "Pinned host memory with max_cpu_loras adapters registered."),
-        ("gpu_resident_bytes", resident, "What stays on the GPU through generation and training."),
-        ("gpu_sync_peak_bytes", peak, "The most on the GPU while an adapter is brought in."),
-    ):
-        formula = formulas[result.strategy]
-        inputs = {key: value for key, value in sizes.items() if re.search(rf"\b{key}\b", formula)}
-        yield Line(name, getattr(result, name), formula, inputs, meaning)
+    }
+    values = {
+        "slots": result.slot_bytes,
+        "packed": result.packed_bytes,
+        "staged": result.staged_bytes,
+        "shared": result.shared_bytes,
+        "largest_packed_module": result.largest_bytes,
+        "max_cpu_loras": options.max_cpu_loras,
+        "max_lora_rank": options.max_lora_rank,
+        "rank": options.rank,
+        "workers_per_node": result.workers_per_node,
+        "host": result.host_bytes,
+    }
+    for name in FIGURES:
+        formula, inputs = formulas[name] if name in formulas else (by_strategy[name][result.strategy], {})
+        inputs = inputs or {key: value for key, value in values.items() if re.search(rf"\b{key}\b", formula)}
+        yield Line(name, getattr(result, name), formula, inputs, _MEANING[name])
+
+
+def _pinned_formula(result: Footprint) -> tuple[str, dict[str, Any]]:
+    if result.strategy != "offload":
+        return "host", {}
+    options = result.options
+    inputs = {"max_cpu_loras": options.max_cpu_loras} if options else {}
+    return "max_cpu_loras * sum over tensors of the next power of two of their bytes", inputs
+
+
+def _node_formula(result: Footprint) -> tuple[str, dict[str, Any]]:
+    options = result.options
+    one_copy = result.strategy == "stage" and options is not None and not options.enable_expert_parallel
+    return ("host", {}) if one_copy else ("workers_per_node * host", {})

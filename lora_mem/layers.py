@@ -7,11 +7,10 @@ All sizes are element counts of the whole model, before any tensor or expert par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LinearKind = Literal["column", "merged", "qkv", "row", "replicated", "embedding", "logits"]
+LinearKind = Literal["column", "merged", "mamba", "qkv", "row", "replicated", "embedding", "logits"]
 ExpertLayout = Literal["gated", "non_gated", "fused"]
 
 
@@ -37,10 +36,12 @@ class Linear:
     """A linear, embedding or logits module with LoRA slots.
 
     `kind` is the vLLM class that is wrapped: `column` and `merged` are ColumnParallelLinear and
-    MergedColumnParallelLinear, `qkv` QKVParallelLinear, `row` RowParallelLinear, `replicated` ReplicatedLinear,
-    `embedding` VocabParallelEmbedding, `logits` the LogitsProcessor that stands for `lm_head`.
-    `slices` are the output sizes of the wrapper's slots. `heads`, for `qkv` only, are the heads of each slice:
-    tensor parallelism splits heads, and replicates key and value heads where there are fewer than ranks.
+    MergedColumnParallelLinear, `mamba` either of the two (MambaMixer2 chooses), `qkv` QKVParallelLinear,
+    `row` RowParallelLinear, `replicated` ReplicatedLinear, `embedding` VocabParallelEmbedding, `logits` the
+    LogitsProcessor that stands for `lm_head`.
+    `slices` are the output sizes of the wrapper's slots, `heads` the heads (or groups) in each slice: tensor
+    parallelism splits those. Key and value heads are replicated where there are fewer than ranks.
+    `children` are empty where no adapter can name the module: it has slots all the same.
     `tensor_parallel` is False where vLLM builds the module with `disable_tp`.
     """
 
@@ -59,7 +60,7 @@ class Experts:
 
     `layout`: `gated` has w1 (gate), w2 (down) and w3 (up) for each expert, `non_gated` w1 (up) and w2 (down),
     `fused` one gate_up and one down tensor with an expert dimension (vLLM's `is_3d_moe_weight`).
-    `children` are the checkpoint's names in that order: below `experts.<i>.` for the first two, below `experts.` for
+    `children` are the adapter's names in that order: below `experts.<i>.` for the first two, below `experts.` for
     `fused`.
     """
 
@@ -69,7 +70,6 @@ class Experts:
     intermediate_size: int
     layout: ExpertLayout
     children: tuple[str, ...]
-    linear: bool = True  # nn.Linear modules in transformers (before 5); never so for `fused`
 
 
 Module = Linear | Experts
@@ -80,14 +80,14 @@ class Group:
     """Identical layers: `modules` once, and the numbers of the layers that have them.
 
     `prefix` is the path that comes before a module's name, with `{}` where the layer's number goes. A group without
-    `layers` holds modules outside the layers, in the first or in the last pipeline stage.
+    `layers` holds modules outside the layers, in the pipeline stages that `stage` names (`ends`: first and last).
     `peft_prefix` is the same path in the checkpoint where vLLM renames it.
     """
 
     prefix: str
     layers: tuple[int, ...]
     modules: tuple[Module, ...]
-    stage: Literal["layers", "first", "last"] = "layers"
+    stage: Literal["layers", "first", "last", "ends", "every"] = "layers"
     peft_prefix: str | None = None
 
     @property
@@ -95,13 +95,13 @@ class Group:
         """How many times each module exists."""
         return len(self.layers) if self.stage == "layers" else 1
 
-    def named_modules(self) -> Iterator[tuple[str, str, Module]]:
-        """Each module with its path in vLLM and the path of its parent in the checkpoint (for PEFT's names)."""
-        for layer in self.layers if self.stage == "layers" else (0,):
-            for module in self.modules:
-                path = join(self.prefix.replace("{}", str(layer)), module.name)
-                peft = join((self.peft_prefix or self.prefix).replace("{}", str(layer)), module.name)
-                yield path, peft.rpartition(".")[0], module
+    def path(self, layer: int | None, module: Module) -> str:
+        """Path of a module in vLLM; `layer` None leaves the layer's number open, as `*`."""
+        return join(self.prefix.replace("{}", "*" if layer is None else str(layer)), module.name)
+
+    def peft_path(self, layer: int, module: Module) -> str:
+        """Path of a module in the checkpoint, as PEFT names it."""
+        return join((self.peft_prefix or self.prefix).replace("{}", str(layer)), module.name)
 
 
 def join(prefix: str, name: str) -> str:
@@ -141,6 +141,12 @@ class Config:
             raise self.error(name, f"must be a whole number >= {minimum}")
         return value
 
+    def number_or_null(self, name: str, minimum: int = 1) -> int | None:
+        """A whole number, or None where the config says null; it must say one of them."""
+        if name not in self.fields:
+            raise self.error(name, f"is missing; a whole number >= {minimum} is needed, or null for none")
+        return None if self.fields[name] is None else self.number(name, minimum=minimum)
+
     def first_number(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
         """The first of several names for one number."""
         for name in names:
@@ -148,7 +154,8 @@ class Config:
                 return self.number(name, minimum=minimum)
         if default is not None:
             return default
-        raise self.error(names[0], f"is missing (so are its other names {names[1:]}); a whole number is needed")
+        others = ", ".join(names[1:])
+        raise self.error(names[0], f"is missing (and so is {others}); a whole number >= {minimum} is needed")
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""

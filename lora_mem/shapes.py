@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lora_mem.layers import Config, Experts, Group, Module, SizingError
-
-MODEL_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,24 @@ class ModelShape:
         """
         if isinstance(source, ModelShape):
             return source
+        if isinstance(source, str) and source in _table():
+            return _known(source)
         fields, where = _fields(source)
         return _build(fields, where)
 
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """Sums already taken over the modules, by what they depend on: sweeps ask for the same ones again."""
+        return {}
+
     def modules(self) -> Iterator[tuple[str, Module]]:
         """Each runtime module with its path, e.g. `model.layers.0.self_attn.qkv_proj`, layers in order."""
-        named = [(path, module) for group in self.groups for path, _, module in group.named_modules()]
+        named = [
+            (group.path(layer, module), module)
+            for group in self.groups
+            for layer in (group.layers if group.stage == "layers" else (0,))
+            for module in group.modules
+        ]
         return iter(sorted(named, key=lambda item: _order(item[0])))
 
     @property
@@ -67,11 +77,29 @@ def known_models() -> tuple[str, ...]:
     return tuple(_table())
 
 
+def known_config(name: str) -> dict[str, Any]:
+    """The facts that the built-in table holds of one model, as the fields of a config.json (a copy).
+
+    Raises:
+        SizingError: the table does not have it.
+
+    """
+    if name not in _table():
+        raise SizingError("model", name, "is not in the built-in table; known_models() lists it")
+    config: dict[str, Any] = json.loads(json.dumps(_table()[name]))
+    return config
+
+
 @cache
 def _table() -> dict[str, dict[str, Any]]:
     text = (resources.files("lora_mem") / "known_models.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     return table
+
+
+@cache
+def _known(name: str) -> ModelShape:
+    return _build(_table()[name], name)
 
 
 def _order(path: str) -> tuple[int, int]:
@@ -87,8 +115,6 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
         return source, "config"
     if not isinstance(source, str | Path) or not str(source):
         raise SizingError("model", source, "must be a dict, a path to a config.json or a hub name")
-    if isinstance(source, str) and source in _table():
-        return _table()[source], source
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / "config.json"
@@ -134,7 +160,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -144,6 +170,9 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
     builder = FAMILIES.get(str(architecture))
     if builder is None:
         field = "architectures" if architectures else "model_type"
+        if architecture in WITHOUT_LORA:
+            raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
-    return ModelShape(where, str(architecture), config.number("num_hidden_layers"), builder(config))
+    text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
+    return ModelShape(where, str(architecture), text.number("num_hidden_layers"), builder(config))

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_mem.footprints import MAX_LORA_RANKS, Footprint, footprint, slot_tensors
+from lora_mem.buffers import MAX_LORA_RANKS, worker_slots
+from lora_mem.footprints import FIGURES, Footprint, footprint
 from lora_mem.layers import SizingError
 from lora_mem.shapes import ModelShape
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"
-SIX = ("packed_bytes", "staged_bytes", "slot_bytes", "host_bytes", "gpu_resident_bytes", "gpu_sync_peak_bytes")
 
 
 def config(**change: Any) -> dict[str, Any]:
@@ -96,9 +96,11 @@ def test_slots_are_shaped_as_vllm_allocated_them() -> None:
         "vocab_size": 151936,
     }
     result = footprint(fields, rank=64, max_loras=2)
-    modules = dict(result.shape.modules())
+    assert result.shape
+    assert result.options
+    slots = dict(worker_slots(result.shape, result.options))
     for path, shapes in QWEN3_MOE_SLOTS.items():
-        assert [tensor.shape for tensor in slot_tensors(modules[path], result.options)] == shapes
+        assert [tensor.shape for tensor in slots[path]] == shapes
     assert result.slot_bytes == 642_514_944
 
 
@@ -116,13 +118,66 @@ def test_max_lora_rank_is_the_smallest_allowed(rank: int) -> None:
 def test_strategies() -> None:
     common: dict[str, Any] = {"rank": 8, "max_loras": 2, "max_cpu_loras": 5}
     keep, offload, stage = (footprint(config(), strategy=name, **common) for name in ("keep", "offload", "stage"))
-    packed, staged, slots = offload.packed_bytes, offload.staged_bytes, offload.slot_bytes
-    assert (keep.host_bytes, keep.gpu_resident_bytes) == (0, slots + 5 * (staged + packed))
+    packed, slots = offload.packed_bytes, offload.slot_bytes
+    both = packed + offload.staged_bytes - offload.shared_bytes
+    assert (keep.host_bytes, keep.gpu_resident_bytes) == (0, slots + 5 * both)
     assert keep.gpu_sync_peak_bytes == keep.gpu_resident_bytes
-    assert (offload.host_bytes, offload.gpu_resident_bytes) == (5 * (staged + packed), slots)
-    assert offload.gpu_sync_peak_bytes == slots + staged + packed
+    assert (offload.host_bytes, offload.gpu_resident_bytes) == (5 * both, slots)
+    assert offload.gpu_sync_peak_bytes == slots + both
     assert (stage.host_bytes, stage.gpu_resident_bytes) == (5 * packed, slots)
     assert stage.gpu_sync_peak_bytes == slots + 8 * 3 * 8 * (32 + 16) * 2  # the experts of one layer
+
+
+def test_routed_experts_share_nothing_with_their_stage() -> None:
+    result = footprint(QWEN, rank=64, target_modules="experts", scaling=1)
+    assert result.shared_bytes == 0
+    assert result.gpu_sync_peak_bytes == result.slot_bytes + 2 * 6_643_777_536
+
+
+def test_dense_modules_keep_the_staged_tensors() -> None:
+    half = 8 * 32 * 2  # A of q_proj: rank * hidden_size in bf16
+    only: dict[str, Any] = {"rank": 8, "target_modules": "q_proj"}
+    assert footprint(config(num_hidden_layers=1), **only).shared_bytes == half
+    same = footprint(config(num_hidden_layers=1), scaling=1, **only)
+    assert same.shared_bytes == same.packed_bytes == same.staged_bytes == same.host_bytes
+    assert footprint(config(), scaling=1, lora_dtype="float16", **only).shared_bytes == 0
+
+
+@pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
+def test_phases_agree_with_the_figures(strategy: Any) -> None:
+    result = footprint(config(), rank=8, max_cpu_loras=3, strategy=strategy)
+    phases = result.phases()
+    assert sum(phases["rest"].values()) == result.slot_bytes
+    assert sum(phases["sync"].values()) == result.gpu_sync_peak_bytes
+    assert sum(phases["generation"].values()) == result.gpu_resident_bytes
+    assert phases["training"]["slots"] == 0
+    assert sum(phases["training"].values()) == result.gpu_resident_bytes - result.slot_bytes
+    assert result.phases(sleep_mode=False)["training"] == phases["generation"]
+
+
+def test_padding_is_what_a_smaller_rank_leaves_empty() -> None:
+    result = footprint(config(), rank=20, max_lora_rank=64, max_loras=3)
+    filled = footprint(config(), rank=20, max_lora_rank=32, max_loras=3).slot_bytes * 20 // 32
+    assert result.slot_padding_bytes == result.slot_bytes - filled
+    assert footprint(config(), rank=64).slot_padding_bytes == 0
+
+
+def test_pinned_memory_is_rounded_tensor_by_tensor() -> None:
+    # q_proj of one layer: staged A 3*32*2 -> 256 and B 64*3*2 -> 512, packed B again (A is the staged one).
+    result = footprint(config(num_hidden_layers=1), rank=3, target_modules="q_proj")
+    assert (result.host_bytes, result.host_pinned_bytes) == (192 + 384 + 384, 256 + 512 + 512)
+    powers = footprint(config(), rank=8, target_modules="experts", scaling=2)
+    assert powers.host_pinned_bytes == powers.host_bytes
+
+
+def test_one_node_holds_one_copy_where_workers_share_an_arena() -> None:
+    common: dict[str, Any] = {"rank": 8, "tensor_parallel_size": 8, "target_modules": "experts"}
+    offload, stage = (footprint(config(), strategy=name, **common) for name in ("offload", "stage"))
+    assert offload.node_host_bytes == 8 * offload.host_bytes
+    assert stage.node_host_bytes == stage.host_bytes
+    split = footprint(config(), strategy="stage", enable_expert_parallel=True, **common)
+    assert split.node_host_bytes == 8 * split.host_bytes == stage.host_bytes
+    assert footprint(config(), workers_per_node=4, **common).node_host_bytes == 4 * offload.host_bytes
 
 
 def test_slots_do_not_depend_on_the_adapter() -> None:
@@ -227,7 +282,7 @@ def test_more_of_anything_never_costs_less(rank: int, loras: int, layers: int) -
         footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras + 1),
         footprint(config(num_hidden_layers=layers + 1), rank=rank, max_loras=loras),
     )
-    for larger, name in itertools.product(more, SIX):
+    for larger, name in itertools.product(more, [name for name in FIGURES if name != "slot_padding_bytes"]):
         assert getattr(larger, name) >= getattr(base, name)
 
 
@@ -243,6 +298,15 @@ def test_dtypes() -> None:
     assert full.slot_bytes == 2 * half.slot_bytes
     assert (mixed.slot_bytes, mixed.packed_bytes) == (half.slot_bytes, half.packed_bytes)
     assert mixed.staged_bytes == full.staged_bytes
+
+
+def test_a_moe_backend_that_rounds_sizes_up() -> None:
+    # vLLM's own sizes for gpt-oss-20b in MXFP4 with Marlin: hidden 3072, intermediate 2944 (720 -> 768 at TP 4).
+    common: dict[str, Any] = {"rank": 16, "moe_backend": "mxfp4_marlin"}
+    for tp, inter in ((1, 2944), (4, 768)):
+        result = footprint("openai/gpt-oss-20b", tensor_parallel_size=tp, **common)
+        assert expert_slots(result) == 24 * 32 * 16 * (3072 + inter + 2 * inter + 3072) * 2
+        assert result.packed_bytes == footprint("openai/gpt-oss-20b", rank=16).packed_bytes
 
 
 # Bad input
@@ -267,7 +331,11 @@ def test_dtypes() -> None:
             {"tensor_parallel_size": 2, "enable_expert_parallel": True, "fully_sharded_loras": True},
             "fully_sharded_loras=True: cannot go together with enable_expert_parallel",
         ),
-        ({"rank": 1, "max_lora_rank": 1, "tensor_parallel_size": 2, "fully_sharded_loras": True}, "max_lora_rank"),
+        (
+            {"rank": 1, "max_lora_rank": 1, "tensor_parallel_size": 2, "fully_sharded_loras": True},
+            "the max_lora_rank of",
+        ),
+        ({"moe_backend": "abacus"}, "moe_backend='abacus': must be one of triton, "),
         ({"dtype": "int8"}, "dtype='int8': must be one of bfloat16, float16, float32"),
         ({"lora_dtype": "float32"}, "lora_dtype='float32'"),
         ({"target_modules": []}, "target_modules=.*one or more names"),
@@ -296,7 +364,7 @@ def test_tensor_parallelism_that_does_not_divide(change: dict[str, Any], tp: int
 
 
 def test_experts_that_do_not_divide() -> None:
-    with pytest.raises(SizingError, match=r"num_experts of mlp\.experts, which is 6"):
+    with pytest.raises(SizingError, match=r"splits the 6 num_experts of mlp\.experts over 4 workers"):
         footprint(config(num_experts=6), rank=8, tensor_parallel_size=4, enable_expert_parallel=True)
 
 
@@ -321,7 +389,9 @@ def test_the_result_shows_itself() -> None:
 
 def test_each_line_evaluates_to_its_figure() -> None:
     result = footprint(QWEN, rank=64, max_loras=2, max_cpu_loras=3)
-    for line in result.lines[3:]:
+    evaluated = [line for line in result.lines if "sum" not in line.formula]
+    assert len(evaluated) == 5
+    for line in evaluated:
         assert eval(line.formula, {}, dict(line.inputs)) == line.bytes
     for holder, name in (("packed", "packed_bytes"), ("staged", "staged_bytes"), ("slots", "slot_bytes")):
         rows = list(result.rows(holder))
@@ -334,7 +404,7 @@ def test_to_dict_is_json_and_to_frame_adds_up() -> None:
     pytest.importorskip("pandas")
     result = footprint(QWEN, rank=64, target_modules=["experts", "q_proj"])
     data = json.loads(json.dumps(result.to_dict()))
-    assert all(type(data[name]) is int and data[name] == getattr(result, name) for name in SIX)
+    assert all(type(data[name]) is int and data[name] == getattr(result, name) for name in FIGURES)
     frame = result.to_frame()
     assert frame[frame.holder == "slots"].bytes.sum() == result.slot_bytes
 
@@ -357,6 +427,6 @@ def test_sizing_imports_neither_torch_nor_vllm() -> None:
         "import lora_mem.cli;"
         "bad = {'torch', 'vllm', 'numpy', 'pandas'} & set(sys.modules); assert not bad, bad; print(took)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.3
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(3)]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs[0].stderr
+    assert min(float(run.stdout) for run in runs) < 0.3

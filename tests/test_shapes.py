@@ -102,7 +102,7 @@ def test_a_bad_field_is_named(field: str, value: object) -> None:
     ("change", "message"),
     [
         ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must divide num_attention_heads=4"),
-        ({"head_dim": None, "hidden_size": 30}, r"must divide hidden_size=30"),
+        ({"head_dim": None, "hidden_size": 30, "architectures": ["LlamaForCausalLM"]}, r"must divide hidden_size=30"),
         ({"mlp_only_layers": 3}, r"mlp_only_layers=3: must be a list"),
         ({"architectures": ["NoSuchModel"]}, r"architectures=\['NoSuchModel'\].*Known: .*Qwen3MoeForCausalLM"),
         ({"architectures": None, "model_type": "no_such"}, r"model_type='no_such'.*Known: .*Qwen3MoeForCausalLM"),

@@ -1,0 +1,153 @@
+"""Reading adapters: names, shapes and what vLLM would do with each tensor, without torch."""
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lora_mem.adapters import read_adapter
+from lora_mem.footprints import footprint
+from lora_mem.layers import SizingError
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "vocab_size": 128,
+}
+PEFT = {"r": 4, "lora_alpha": 8}
+PREFIX = "base_model.model.model.layers"
+
+
+def pair(module: str, inputs: int, outputs: int, rank: int = 4) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{PREFIX}.{module}.lora_A.weight": (rank, inputs),
+        f"{PREFIX}.{module}.lora_B.weight": (outputs, rank),
+    }
+
+
+def whole_adapter(rank: int = 4) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(2):
+        shapes |= pair(f"{layer}.self_attn.q_proj", 32, 64, rank)
+        shapes |= pair(f"{layer}.self_attn.o_proj", 64, 32, rank)
+        for expert in range(4):
+            path = f"{layer}.mlp.experts.{expert}"
+            shapes |= pair(f"{path}.gate_proj", 32, 16, rank) | pair(f"{path}.up_proj", 32, 16, rank)
+            shapes |= pair(f"{path}.down_proj", 16, 32, rank)
+    return shapes
+
+
+def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any] | None = None) -> Path:
+    """A directory whose weights file is a header only: the data must never be needed."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * shape[1]
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    (directory / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (directory / "adapter_config.json").write_text(json.dumps(PEFT if config is None else config), encoding="utf-8")
+    return directory
+
+
+def test_an_adapter_is_sized_as_its_targets_are(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter()))
+    assert adapter.check(CONFIG).ok
+    predicted = footprint(CONFIG, rank=4, target_modules=["q_proj", "o_proj", "experts"], scaling=2, max_loras=2)
+    found = adapter.footprint(CONFIG, max_loras=2)
+    assert adapter.staged_bytes == predicted.staged_bytes
+    assert predicted.compare(found).equal, predicted.compare(found)
+    assert (adapter.rank, adapter.scaling) == (4, 2)
+    assert read_adapter(tmp_path, {**PEFT, "use_rslora": True}).scaling == 4
+
+
+def test_each_tensor_is_served_ignored_or_refused(tmp_path: Path) -> None:
+    shapes = whole_adapter()
+    shapes |= {"base_model.model.model.embed_tokens.base_layer.weight": (128, 32)}
+    shapes |= {"base_model.model.visual.blocks.0.q_proj.lora_A.weight": (4, 32)}
+    check = read_adapter(write(tmp_path, shapes)).check(CONFIG)
+    assert not check.ok
+    assert not check.refused
+    assert sorted(check.ignored) == [
+        "base_model.model.model.embed_tokens.base_layer.weight",
+        "base_model.model.visual.blocks.0.q_proj.lora_A.weight",
+    ]
+    assert check.ignored_bytes == 2 * (128 * 32 + 4 * 32)
+    assert f"{PREFIX.removeprefix('base_model.model.')}.0.self_attn.q_proj" in check.served
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (pair("0.mlp.mystery", 32, 32), "no module that the model serves"),
+        (pair("0.self_attn.q_proj", 32, 60), "maps 32 to 64"),
+        (pair("0.self_attn.q_proj", 33, 64), "maps 32 to 64"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_A.weight": (4, 32)}, "no lora_B beside it"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_B.weight": (64, 4)}, "no lora_A beside it"),
+        ({f"{PREFIX}.0.self_attn.q_proj.magnitude": (4, 32)}, "no LoRA weight that vLLM can parse"),
+        (
+            {
+                f"{PREFIX}.0.self_attn.q_proj.lora_A.weight": (4, 32),
+                f"{PREFIX}.0.self_attn.q_proj.lora_B.weight": (64, 5),
+            },
+            "do not go together",
+        ),
+    ],
+)
+def test_what_vllm_would_refuse(shapes: dict[str, tuple[int, ...]], reason: str, tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, shapes))
+    assert all(reason in found for found in adapter.check(CONFIG).refused.values())
+    assert set(adapter.check(CONFIG).refused) == set(shapes)
+    with pytest.raises(SizingError, match=reason):
+        adapter.footprint(CONFIG)
+
+
+def test_a_routed_expert_must_be_whole(tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in whole_adapter().items() if "up_proj" not in name}
+    with pytest.raises(SizingError, match="has no up_proj"):
+        read_adapter(write(tmp_path, shapes)).check(CONFIG)
+
+
+def test_tensors_of_one_memory_count_once() -> None:
+    def tensor(address: int, *shape: int) -> Any:
+        return SimpleNamespace(shape=shape, dtype="bfloat16", nbytes=2 * shape[0] * shape[1], data_ptr=lambda: address)
+
+    names = list(pair("0.self_attn.q_proj", 32, 64)) + list(pair("1.self_attn.q_proj", 32, 64))
+    tensors = [tensor(100, 4, 32), tensor(900, 64, 4), tensor(100, 4, 32), tensor(2000, 64, 4)]
+    adapter = read_adapter(dict(zip(names, tensors, strict=True)), PEFT)
+    assert adapter.staged_bytes == 2 * (4 * 32 + 2 * 64 * 4)
+
+
+def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SizingError, match=r"adapter_model\.safetensors.*is missing"):
+        read_adapter(tmp_path)
+    write(tmp_path, whole_adapter())
+    weights = tmp_path / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (b"", b"1234", whole[:40], struct.pack("<Q", 1 << 60) + whole[8:]):
+        weights.write_bytes(damaged)
+        with pytest.raises(SizingError, match="no safetensors file"):
+            read_adapter(tmp_path)
+    weights.write_bytes(whole.replace(b'"shape": [4, 32]', b'"shape": [4, 33]'))
+    with pytest.raises(SizingError, match="is damaged"):
+        read_adapter(tmp_path)
+    weights.write_bytes(whole)
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(SizingError, match=r"adapter_config\.json.*is missing"):
+        read_adapter(tmp_path)
+    write(tmp_path, whole_adapter(), {"r": 4})
+    with pytest.raises(SizingError, match="lora_alpha"):
+        read_adapter(tmp_path)
+    with pytest.raises(SizingError, match="config=None"):
+        read_adapter({})

@@ -1,0 +1,129 @@
+"""Slots of every family against what vLLM 0.33.0 made of the same models.
+
+`facts/slots.jsonl` has one line for each model with its layers cut and each set of options: every kind of module with
+the shapes of its buffers and how many layers have it, and the bytes of all. `source` says where a line comes from:
+`engine` are buffers that an engine allocated on a GPU; `model code` are vLLM's own model classes and LoRA manager, run
+on torch's meta device with the view of one rank.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_mem.buffers import worker_slots
+from lora_mem.families import FAMILIES, WITHOUT_LORA
+from lora_mem.footprints import footprint
+from lora_mem.layers import SizingError
+from lora_mem.shapes import ModelShape, known_config, known_models
+
+FACTS = [json.loads(line) for line in (Path(__file__).parent / "facts" / "slots.jsonl").read_text().splitlines()]
+
+
+def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The same model with its first layers only."""
+    text = config.get("text_config", config)
+    before = text["num_hidden_layers"]
+    text["num_hidden_layers"] = min(layers, before)
+    for name, value in text.items():
+        if isinstance(value, list | str) and len(value) == before:
+            text[name] = value[:layers]
+    return config
+
+
+def name_of(fact: dict[str, Any]) -> str:
+    options = ",".join(f"{key}={value}" for key, value in fact["options"].items() if key != "max_lora_rank")
+    return f"{fact['source']}:{fact['model'].rpartition('/')[2]}:{options}"
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=name_of)
+def test_slots_are_what_vllm_made(fact: dict[str, Any]) -> None:
+    config = cut(known_config(fact["model"]), fact["layers"])
+    result = footprint(config, rank=1, **fact["options"])
+    assert result.shape
+    assert result.options
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for path, tensors in worker_slots(result.shape, result.options):
+        kind = re.sub(r"layers\.\d+\.", "layers.*.", path)
+        found[kind][" ".join(f"{tensor.name}:{'x'.join(map(str, tensor.shape))}" for tensor in tensors)] += 1
+    assert found == {kind: Counter(shapes) for kind, shapes in fact["modules"].items()}
+    assert result.slot_bytes == fact["bytes"]
+
+
+def test_the_facts_cover_what_they_should() -> None:
+    assert sum(fact["source"] == "engine" for fact in FACTS) == 7
+    options = {key for fact in FACTS for key in fact["options"]}
+    assert options >= {
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "enable_expert_parallel",
+        "fully_sharded_loras",
+        "enable_mixed_moe_lora_format",
+        "enable_moe_shared_loras",
+        "lora_target_modules",
+    }
+
+
+def test_at_least_forty_models_are_known() -> None:
+    assert len(known_models()) >= 40
+
+
+@pytest.mark.parametrize("architecture", sorted(WITHOUT_LORA))
+def test_a_model_without_lora_gets_an_error_and_no_number(architecture: str) -> None:
+    with pytest.raises(SizingError, match="does not serve with LoRA"):
+        ModelShape.from_config({"architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2})
+
+
+def test_no_family_is_served_and_not_served() -> None:
+    assert not WITHOUT_LORA & set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        ("deepseek-ai/DeepSeek-V3", "q_lora_rank"),
+        ("deepseek-ai/DeepSeek-V3", "n_routed_experts"),
+        ("deepseek-ai/DeepSeek-V3", "first_k_dense_replace"),
+        ("mistralai/Mixtral-8x7B-v0.1", "num_key_value_heads"),
+        ("zai-org/GLM-4.5-Air", "n_shared_experts"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "hybrid_override_pattern"),
+        ("Qwen/Qwen1.5-MoE-A2.7B", "shared_expert_intermediate_size"),
+    ],
+)
+def test_a_field_that_shapes_the_model_must_be_there(model: str, field: str) -> None:
+    config = known_config(model)
+    del config[field]
+    with pytest.raises(SizingError, match=f"field {field}="):
+        ModelShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", {"layer_types": ["full_attention"]}, "layer_types.*must have 40 entries"),
+        ("Qwen/Qwen3.5-35B-A3B", {"layer_types": ["mystery"] * 40}, "layer_types.*entry 0"),
+        ("google/gemma-4-26B-A4B", {"layer_types": None}, "layer_types.*is missing"),
+    ],
+)
+def test_layer_kinds_must_fit_the_layers(model: str, change: dict[str, Any], message: str) -> None:
+    config = known_config(model)
+    config["text_config"] |= change
+    with pytest.raises(SizingError, match=message):
+        ModelShape.from_config(config)
+
+
+def test_a_text_model_and_the_same_one_inside_a_multimodal_one_have_the_same_slots() -> None:
+    config = known_config("Qwen/Qwen3-VL-30B-A3B-Instruct")
+    inside = footprint(config, rank=8, enable_mixed_moe_lora_format=True)
+    alone = footprint("Qwen/Qwen3-30B-A3B", rank=8)
+    assert inside.slot_bytes == alone.slot_bytes
+
+
+def test_embeddings_that_vllm_cannot_serve_are_refused() -> None:
+    config = known_config("Qwen/Qwen3-8B") | {"vocab_size": 262144}
+    with pytest.raises(SizingError, match="vocab_size=262144: must be at most 258048"):
+        footprint(config, rank=8)
+    assert footprint(config, rank=8, lora_target_modules=["qkv_proj", "o_proj"]).slot_bytes > 0
