@@ -145,11 +145,15 @@ def make_venv() -> None:
 
 def install(interpreter: Path, device: str) -> None:
     """Install this project with what its tests need, from the registries that pip is configured with."""
-    requirement = f".[{'cpu' if device == 'cpu' else 'vllm'},notebooks,dev]"
-    done = pip(interpreter, "install", "--editable", requirement)
-    if done.returncode and device == "cpu" and re.search(r"No matching distribution found for torch\b", done.stdout):
-        say("pip's registries have no CPU build of torch: taking it from PyTorch's own index")
-        done = pip(interpreter, "install", "--editable", requirement, "--extra-index-url", PYTORCH_CPU_INDEX)
+    project = ("install", "--editable", f".[{'cpu' if device == 'cpu' else 'vllm'},notebooks,dev]")
+    done = pip(interpreter, *project)
+    torch = re.search(r"No matching distribution found for (torch==[\w.]+\+cpu)", done.stdout)
+    if torch:
+        say(f"pip's registries have no {torch[1]}: taking it from PyTorch's own index")
+        # Torch alone, so that this index is asked for nothing else and a closed network is noticed at once.
+        if pip(interpreter, "install", torch[1], "--extra-index-url", PYTORCH_CPU_INDEX).returncode:
+            raise SetupError(f"{torch[1]} cannot be had from {PYTORCH_CPU_INDEX} either\npip's own words are in {LOG}")
+        done = pip(interpreter, *project)
     if done.returncode:
         raise SetupError(f"{pip_problem(done.stdout)}\npip's own words are in {LOG}")
 
@@ -172,8 +176,9 @@ def pip_problem(output: str) -> str:
         return "the disk is full"
     if "Ignoring indexes" in output or any(sign in output for sign in NO_NETWORK):
         return "pip reaches no package registry; check the network and `pip config list`"
-    errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
-    return f"pip failed: {errors[-1].removeprefix('ERROR: ') if errors else last_line(output)}"
+    errors = re.findall(r"ERROR: (.+)", output)  # indented where they come from a build
+    hint = "; check the network and `pip config list`" if "No matching distribution" in output else ""
+    return f"pip failed: {errors[-1] if errors else last_line(output)}{hint}"
 
 
 def remove_broken_companions(interpreter: Path) -> None:
