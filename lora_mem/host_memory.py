@@ -1,12 +1,14 @@
 """Page-locked host memory of exact size.
 
 `torch.empty(pin_memory=True)` rounds every block up to a power of two, takes seconds to pin gigabytes, and keeps freed
-blocks in its own cache. A `HostBlock` is one anonymous mapping, backed by huge pages where the kernel allows it, touched
-by several threads and then registered with CUDA: exact in size, and given back to the system when its last view is gone.
+blocks in its own cache. A `HostBlock` is one anonymous mapping, backed by huge pages where the kernel allows it,
+touched by several threads and then registered with CUDA: exact in size, and given back to the system when its last
+view is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -65,10 +67,8 @@ class HostBlock:
         self.unpinned_because: str | None = None if pin else "not asked for"
         mapping = _Mapping(-1, max(nbytes, 1))
         if nbytes >= 2 * 2**20 and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # kernels without transparent huge pages: slower to touch, nothing else
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         if pin:
             self.unpinned_because = self._page_lock(mapping)

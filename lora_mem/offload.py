@@ -76,9 +76,7 @@ class HostCopies:
                 self._nbytes += source.nbytes
             self._sources += new.values()
         self._moved += sum(key is not None for key in keys)
-        return [
-            tensor if key is None else self._copies[key] for tensor, key in zip(tensors, keys, strict=True)
-        ]
+        return [tensor if key is None else self._copies[key] for tensor, key in zip(tensors, keys, strict=True)]
 
     def close(self) -> Moved:
         """Wait for the copies and let go of the sources."""

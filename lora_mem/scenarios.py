@@ -95,7 +95,9 @@ def only_manager() -> Any:
     """The worker LoRA manager of the one engine of this process."""
     managers = vllm_hook.live_managers()
     if len(managers) != 1:
-        raise RuntimeError(f"expected one engine with LoRA in this process, found {len(managers)}; call install() first")
+        raise RuntimeError(
+            f"expected one engine with LoRA in this process, found {len(managers)}; call install() first"
+        )
     return managers[0]
 
 
@@ -132,9 +134,10 @@ def random_adapter(
     for module, takes in served.modules.items():
         if not wanted(module) or takes.in_features is None or takes.out_features is None:
             continue
-        a, b = (takes.experts * rank, takes.in_features), (takes.out_features, takes.experts * rank)
+        a = [takes.experts * rank, takes.in_features]
+        b = [takes.out_features, takes.experts * rank]
         if takes.stacked is not None:
-            a, b = (max(takes.stacked[0]), *a), (max(takes.stacked[1]), *b)
+            a, b = [max(takes.stacked[0]), *a], [max(takes.stacked[1]), *b]
         embedding = module.rpartition(".")[2] == "embed_tokens"
         prefix = f"base_model.model.{module}."
         tensors[prefix + ("lora_embedding_A" if embedding else "lora_A.weight")] = factor(*a)
@@ -358,8 +361,6 @@ def modules_named(*suffixes: str) -> Callable[[str], bool]:
 def is_expert(module: str) -> bool:
     """Whether a module belongs to the routed experts of a layer."""
     return ".experts." in module or module.endswith(".experts")
-
-
 
 
 @dataclass(frozen=True)

@@ -179,11 +179,9 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], *, check_finite: bool = F
     ]
     if wrong_type:
         raise AdapterError(
-            f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; for a DTensor pass `.full_tensor()`"
+            f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; of a DTensor pass full_tensor()"
         )
-    wrong_dtype = [
-        f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE
-    ]
+    wrong_dtype = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE]
     if wrong_dtype:
         raise AdapterError(
             f"cannot cast {_some(wrong_dtype)}; allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
@@ -234,8 +232,11 @@ def check_adapter(
         if unknown:
             raise AdapterError(_unknown(unknown, served))
 
-    halves = [f"{next(iter(pair.values()))} has no {'B' if True in pair else 'A'}" for pair in factors.values()
-              if len(pair) == 1]
+    halves = [
+        f"{next(iter(pair.values()))} has no {'B' if True in pair else 'A'}"
+        for pair in factors.values()
+        if len(pair) == 1
+    ]
     if halves:
         raise AdapterError(f"a factor is missing: {_some(halves)}")
 
@@ -284,14 +285,12 @@ def _wrong_shapes(
     problems = []
     in_features = a[-1] if expected is None or expected.in_features is None else expected.in_features
     out_features = b[-2] if expected is None or expected.out_features is None else expected.out_features
-    if a[leading:] != (experts * rank, in_features):
-        problems.append(
-            f"{module} A is {list(a)}, expected {[*a[:leading], experts * rank, in_features]} (rank {rank} by its config)"
-        )
-    if b[leading:] != (out_features, experts * rank):
-        problems.append(
-            f"{module} B is {list(b)}, expected {[*b[:leading], out_features, experts * rank]} (rank {rank} by its config)"
-        )
+    expected_a = [*a[:leading], experts * rank, in_features]
+    expected_b = [*b[:leading], out_features, experts * rank]
+    if list(a) != expected_a:
+        problems.append(f"{module} A is {list(a)}, expected {expected_a} (rank {rank} by its config)")
+    if list(b) != expected_b:
+        problems.append(f"{module} B is {list(b)}, expected {expected_b} (rank {rank} by its config)")
     if expected is not None and rank % expected.rank_multiple:
         problems.append(
             f"{module} has rank {rank}, with fully_sharded_loras it must be a multiple of tensor_parallel_size "
@@ -315,8 +314,8 @@ def compact(modules: Iterable[str]) -> list[str]:
     """Module names with numbers written as ranges where many differ in nothing else: `layers.{0-47}.mlp.gate (48)`."""
     alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for module in sorted(modules):
-        words = re.split(r"(?<=\.)(\d+)(?=\.)", module)
-        alike.setdefault(tuple(words[::2]), []).append(tuple(int(number) for number in words[1::2]))
+        parts = re.split(r"(?<=\.)(\d+)(?=\.)", module)
+        alike.setdefault(tuple(parts[::2]), []).append(tuple(int(number) for number in parts[1::2]))
     lines = []
     for words, numbers in alike.items():
         if len(numbers) <= 3:

@@ -1,8 +1,8 @@
 """The hook: in-memory adapters in vLLM, and off the GPU once vLLM's LoRA slots hold them.
 
-The only module that knows vLLM. It wraps `_load_adapter` and `add_adapter` of vLLM's two worker LoRA managers, which are
-separate definitions: `LRUCacheWorkerLoRAManager.add_adapter` does not call `super()`. vLLM itself is imported when it is
-first needed, so that vLLM's plugin loader can import this module for nothing.
+The only module that knows vLLM. It wraps `_load_adapter` and `add_adapter` of vLLM's two worker LoRA managers, which
+are separate definitions: `LRUCacheWorkerLoRAManager.add_adapter` does not call `super()`. vLLM itself is imported when
+it is first needed, so that vLLM's plugin loader can import this module for nothing.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 _served: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
 _offloads: dict[int, offload.Moved] = {}
 
-# Loads whose adapter has yet to leave the GPU: (id of the manager, adapter id). Empty but for the time of a load, which is
-# what makes a repeated add_adapter of a loaded adapter cost one look at it.
+# Loads whose adapter has yet to leave the GPU: (id of the manager, adapter id). Empty but for the time of a load,
+# which is what makes a repeated add_adapter of a loaded adapter cost one look at it.
 _armed: set[tuple[int, int]] = set()
 
 observers: list[Callable[[str, int], None]] = []
-"""Called with ("loaded" | "added" | "offloaded", lora_int_id) once per load, never for an adapter that is there already."""
+"""Called with ("loaded" | "added" | "offloaded", lora_int_id) once per load, never for one that is there already."""
 
 
-# --------------------------------------------------------------------------------------------------- install, uninstall
+# -------------------------------------------------------------------------------------------------- install, uninstall
 
 
 def install(strategy: Strategy = "offload") -> None:
     """Wrap vLLM's worker LoRA managers in this process. Calling it again changes the strategy and nothing else.
 
     Args:
-        strategy: "offload" moves an in-memory adapter to page-locked host memory once vLLM's slots hold it; "keep" leaves
-            it on the GPU, as a loader without this package would.
+        strategy: "offload" moves an in-memory adapter to page-locked host memory once vLLM's slots hold it; "keep"
+            leaves it on the GPU, as a loader without this package would.
 
     Raises:
         ValueError: an unknown strategy.
@@ -206,7 +206,7 @@ def status() -> HookStatus:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- stage and drop
+# ------------------------------------------------------------------------------------------------------ stage and drop
 
 
 def stage_adapter(
@@ -225,24 +225,26 @@ def stage_adapter(
 
     Args:
         lora_int_id: 1 or more; must not be in use, unless `load_inplace`.
-        tensors: by PEFT's names, `base_model.model.<module>.lora_A.weight`; A `[r, in]`, B `[out, r]`; floating point; on
-            a GPU or the host. They are kept, not copied, until vLLM has loaded the adapter and it was moved to the host:
-            do not write to them. Ordinary host memory is copied into page-locked memory at once where there is a GPU;
-            page-locked tensors are taken as they are.
+        tensors: by PEFT's names, `base_model.model.<module>.lora_A.weight`; A `[r, in]`, B `[out, r]`; floating point;
+            on a GPU or the host. They are kept, not copied, until vLLM has loaded the adapter and it was moved to the
+            host: do not write to them. Ordinary host memory is copied into page-locked memory at once where there is a
+            GPU; page-locked tensors are taken as they are.
         adapter_config: PEFT's `adapter_config.json` as a dict, or an object such as `peft.LoraConfig`.
         name: vLLM's `lora_name`; unique among staged adapters. Default: `lora_mem-<id>`.
         load_inplace: replace the adapter that has this id; vLLM loads it once, at the request's next step.
         check_finite: refuse NaN and Inf; reads every value.
 
     Raises:
-        AdapterError: the adapter is refused and nothing has changed, neither vLLM's state nor what was staged. Tells which
-            names, values or shapes are wrong and what is allowed.
+        AdapterError: the adapter is refused and nothing has changed, neither vLLM's state nor what was staged. Tells
+            which names, values or shapes are wrong and what is allowed.
         RuntimeError: the hook is not installed.
     """
     from vllm.lora.request import LoRARequest
 
     if _inactive_because:
-        raise RuntimeError(f"the hook is not active in this process: {_inactive_because}; call lora_mem.install() first")
+        raise RuntimeError(
+            f"the hook is not active in this process: {_inactive_because}; call lora_mem.install() first"
+        )
     _check_id(lora_int_id, load_inplace=load_inplace)
     name = name or f"lora_mem-{lora_int_id}"
     same_name = [other.lora_int_id for other in _staged.values() if other.name == name]
@@ -289,8 +291,8 @@ def drop_adapter(lora_int_id: int) -> bool:
 def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | None = None) -> offload.Moved:
     """Move everything of one adapter that is on the GPU to the host, except vLLM's slots.
 
-    The hook calls it after each load. Call it yourself for an adapter that another loader built on the GPU, after vLLM's
-    `add_adapter` has returned.
+    The hook calls it after each load. Call it yourself for an adapter that another loader built on the GPU, after
+    vLLM's `add_adapter` has returned.
 
     Args:
         manager: the worker's LoRA manager (`model_runner.lora_manager`) that registered the adapter.
@@ -298,8 +300,8 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
         pin: into page-locked memory; None: where vLLM pins too.
 
     What is moved: `lora_a` and `lora_b` of each registered module (single or per slice), weights of full modules
-    (`modules_to_save`), and the adapter's staged tensors. A view that several of these share is copied once. Strides are
-    kept where they are dense. Afterwards allocated and reserved GPU memory no longer count the adapter.
+    (`modules_to_save`), and the adapter's staged tensors. A view that several of these share is copied once. Strides
+    are kept where they are dense. Afterwards allocated and reserved GPU memory no longer count the adapter.
 
     Raises:
         KeyError: neither registered nor staged under this id.
@@ -324,7 +326,7 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
 
 
 def holders(manager: Any) -> dict[str, dict[str, int]]:
-    """Bytes by holder and device in one worker, read from the live tensors: {"slots" | "registered" | "staged": {device: bytes}}.
+    """Bytes by holder (slots, registered, staged) and device in one worker, read from the live tensors.
 
     Memory that two tensors or two holders share is counted once, for the first holder in the order slots, registered,
     staged.
@@ -398,7 +400,7 @@ class WorkerExtension:
         return [holders(manager) for manager in live_managers()]
 
 
-# --------------------------------------------------------------------------------------------------------- the wrappers
+# -------------------------------------------------------------------------------------------------------- the wrappers
 
 
 def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -491,7 +493,7 @@ def _started_before(classes: tuple[type, ...]) -> list[Any]:
 
 
 def _loaded_once(manager: Any, request: LoRARequest) -> LoRARequest:
-    """The request without `load_inplace` where this version is loaded: vLLM caches requests and would reload each step."""
+    """The request without `load_inplace` where this version is loaded: vLLM keeps it, and would reload each step."""
     stage = _staged.get(request.lora_int_id)
     if stage is None or manager not in stage.loaded_in or not request.lora_path.startswith(SCHEME):
         return request
@@ -527,9 +529,9 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
     stage = _staged.get(request.lora_int_id)
     if stage is None:
         raise AdapterError(
-            f"adapter {request.lora_int_id} ({request.lora_name}) is not staged in process {os.getpid()}, where this vLLM "
-            "worker runs: it was dropped, or stage_adapter was called in another process; with several processes call it "
-            "in each worker through collective_rpc"
+            f"adapter {request.lora_int_id} ({request.lora_name}) is not staged in process {os.getpid()}, where this "
+            "vLLM worker runs: it was dropped, or stage_adapter was called in another process; with several processes "
+            "call it in each worker through collective_rpc"
         )
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
@@ -591,8 +593,8 @@ class _StageReader:
 def _fold_scaling(model: LoRAModel, adapter_manager: Any, peft_helper: PEFTHelper) -> None:
     """Multiply B by the scaling out of place: vLLM's `optimize()` does it in place, on tensors that alias the stage.
 
-    The same product in the same dtype, so the same bits. Left to vLLM are experts that `pack_moe` copies first: 2D experts
-    that all have one scaling.
+    The same product in the same dtype, so the same bits. Left to vLLM are experts that `pack_moe` copies first: 2D
+    experts that all have one scaling.
     """
     copied: set[str] = set()
     if not (peft_helper.rank_pattern or peft_helper.alpha_pattern or adapter_manager._enable_moe_shared_loras):
@@ -617,7 +619,7 @@ def _changed(request: LoRARequest, **changes: Any) -> LoRARequest:
     return changed
 
 
-# ------------------------------------------------------------------------------------------------- what an engine serves
+# ----------------------------------------------------------------------------------------------- what an engine serves
 
 
 def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
@@ -634,7 +636,7 @@ def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
 
 
 def _check_for_engines(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> bool:
-    """Refuse an adapter that no engine of this process could serve. Returns whether experts are in the fused 3D layout."""
+    """Refuse an adapter that no engine of this process could serve; returns whether its experts are fused (3D)."""
     refusals: list[AdapterError] = []
     managers = [manager for manager in _managers if hasattr(manager, "_adapter_manager")]
     for manager in managers:
@@ -701,8 +703,8 @@ def _names(
     if unreadable:
         raise AdapterError(
             f"names that are not PEFT's: {', '.join(staging.compact(unreadable))}; a factor is called "
-            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict returns "
-            "it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
+            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
+            "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
         )
     return names
 
@@ -734,7 +736,8 @@ def _read_served_model(manager: Any) -> ServedModel:
         else:
             modules.update(_linear_modules(adapters, name, layer))
 
-    # Names by which vLLM also finds a module: a text-only adapter of a multimodal model, a pooling model's without "model.".
+    # Names by which vLLM also finds a module: a text-only adapter of a multimodal model, a pooling model's without
+    # "model.".
     aliases = {}
     for name, module in modules.items():
         for other in getattr(adapters, "_get_text_lora_names", lambda _: [])(name):
@@ -743,9 +746,7 @@ def _read_served_model(manager: Any) -> ServedModel:
             aliases[name.removeprefix("model.")] = module
     modules = aliases | modules
 
-    not_here = tuple(
-        f"{name}." for name, layer in adapters.model.named_modules() if isinstance(layer, PPMissingLayer)
-    )
+    not_here = tuple(f"{name}." for name, layer in adapters.model.named_modules() if isinstance(layer, PPMissingLayer))
     # The deployment's target_modules leaves these without slots, by the operator's choice.
     untargeted: set[str] = set()
     if manager.lora_config.target_modules is not None:
@@ -833,8 +834,8 @@ def _expert_help(adapters: Any) -> str:
         return "This model has no routed experts"
     if adapters._is_3d_moe_model:
         return (
-            "This engine takes a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to serve "
-            "per-expert adapters start vLLM with enable_mixed_moe_lora_format=True"
+            "This engine takes a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to "
+            "serve per-expert adapters start vLLM with enable_mixed_moe_lora_format=True"
         )
     if adapters._enable_moe_shared_loras:
         return "This engine takes experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
@@ -844,7 +845,7 @@ def _expert_help(adapters: Any) -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- helpers
+# ------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _places(model: LoRAModel) -> Iterator[offload.Place]:

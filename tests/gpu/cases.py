@@ -100,7 +100,7 @@ TINY_NEMOTRON: dict[str, Any] = {
 
 
 def is_split(module: str) -> bool:
-    return not scenarios.is_expert(module) or ".experts." in module and not module.endswith(".base_layer")
+    return not scenarios.is_expert(module) or (".experts." in module and not module.endswith(".base_layer"))
 
 
 def is_fused(module: str) -> bool:

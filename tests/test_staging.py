@@ -1,0 +1,185 @@
+"""What is refused before vLLM sees it, checked against brute force and by the words of each message."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from lora_mem import staging  # noqa: E402
+from lora_mem.staging import AdapterError, ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
+
+EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
+SERVED = ServedModel(
+    modules={
+        "m.q_proj": ServedModule(16, 32),
+        "m.o_proj": ServedModule(32, 16),
+        **{name: ServedModule(8, 16) if "down" in name else ServedModule(16, 8) for name in EXPERTS},
+        "m.fused": ServedModule(16, 8, experts=3),
+        "m.stacked": ServedModule(16, 8, stacked=((1,), (3,))),
+    },
+    complete={"m.experts": (frozenset(EXPERTS),)},
+    ignored=lambda module: module.startswith("mtp."),
+    max_lora_rank=8,
+)
+
+
+def adapter(modules, rank=4):
+    """Shapes and names of factors that fit."""
+    shapes, names = {}, {}
+    for module in modules:
+        takes = SERVED.modules.get(module, ServedModule(16, 16))
+        stacked = takes.stacked or ((), ())
+        shapes[module + ".A"] = (*stacked[0], takes.experts * rank, takes.in_features)
+        shapes[module + ".B"] = (*stacked[1], takes.out_features, takes.experts * rank)
+        names[module + ".A"] = TensorName(module, module, True)
+        names[module + ".B"] = TensorName(module, module, False)
+    return shapes, names
+
+
+def check(shapes, names, rank=4, served=SERVED):
+    check_adapter(shapes, names, lambda module: rank, served)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8])
+def test_what_fits_is_taken(rank):
+    check(*adapter(SERVED.modules, rank), rank)
+    check(*adapter(["m.q_proj", "mtp.anything"], rank), rank)
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([f"{m}.{f}" for m in ("m.q_proj", "m.fused", "m.stacked") for f in "AB"]),
+        st.tuples(st.integers(0, 2), st.integers(-2, 2)),
+        max_size=3,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_any_other_shape_is_refused(changes):
+    shapes, names = adapter(["m.q_proj", "m.fused", "m.stacked"])
+    fitting = dict(shapes)
+    for name, (dimension, by) in changes.items():
+        shape = list(shapes[name])
+        shape[dimension % len(shape)] += by
+        shapes[name] = tuple(shape)
+    if shapes == fitting:
+        check(shapes, names)
+    else:
+        with pytest.raises(AdapterError, match="shapes that do not fit"):
+            check(shapes, names)
+
+
+@given(st.sets(st.sampled_from(EXPERTS)))
+@settings(max_examples=100, deadline=None)
+def test_experts_come_all_or_none(present):
+    shapes, names = adapter(["m.q_proj", *sorted(present)])
+    if present in (set(), set(EXPERTS)):
+        check(shapes, names)
+    else:
+        with pytest.raises(AdapterError) as error:
+            check(shapes, names)
+        missing = sorted(set(EXPERTS) - present)
+        assert "m.experts has factors for some experts but not for" in str(error.value)
+        assert all(name in str(error.value) for name in missing)
+
+
+def test_each_refusal_says_what_is_wrong_and_what_is_allowed():
+    shapes, names = adapter(["m.q_proj", "m.x_proj", "n.y_proj"])
+    with pytest.raises(AdapterError, match=r"2 modules .*m\.x_proj, n\.y_proj.*It serves modules named .*q_proj"):
+        check(shapes, names)
+
+    shapes, names = adapter(["m.q_proj"])
+    del names["m.q_proj.B"]
+    with pytest.raises(AdapterError, match=r"m\.q_proj\.A has no B"):
+        check(shapes, names)
+
+    shapes, names = adapter(["m.q_proj"], rank=9)
+    with pytest.raises(AdapterError, match=r"rank 9 of m\.q_proj is above the engine's max_lora_rank 8"):
+        check(shapes, names, rank=9)
+
+    shapes, names = adapter(["m.q_proj"], rank=4)
+    with pytest.raises(AdapterError, match=r"m\.q_proj A is \[4, 16\], expected \[8, 16\] \(rank 8 by its config\)"):
+        check(shapes, names, rank=8)
+
+    names["again"] = TensorName("m.q_proj", "m.q_proj", True)
+    with pytest.raises(AdapterError, match=r"two tensors for the same factor: m\.q_proj\.A and again"):
+        check({**shapes, "again": (4, 16)}, names)
+
+    with pytest.raises(AdapterError, match="no factor"):
+        check(*adapter(["mtp.only"]))
+
+    sharded = dataclasses.replace(SERVED, modules={"m.q_proj": ServedModule(16, 32, rank_multiple=4)})
+    with pytest.raises(AdapterError, match="must be a multiple of tensor_parallel_size 4"):
+        check(*adapter(["m.q_proj"], rank=2), 2, sharded)
+
+
+def test_without_a_model_only_the_adapter_itself_is_checked():
+    check(*adapter(["m.q_proj", "unheard.of"]), served=None)
+    shapes, names = adapter(["m.q_proj"])
+    shapes["m.q_proj.B"] = (32, 3)
+    with pytest.raises(AdapterError, match="shapes that do not fit"):
+        check(shapes, names, served=None)
+
+
+def test_tensors_of_the_wrong_kind_are_refused():
+    good = torch.zeros(2, 2)
+    for tensors, message in [
+        ({}, "tensors is empty"),
+        ([good], "tensors is a list"),
+        ({1: good}, "names must be strings, got 1"),
+        ({"a": [1.0]}, r"only plain dense torch tensors can be staged, got a \(list\)"),
+        ({"a": good.to_sparse()}, "only plain dense torch tensors"),
+        ({"a": good.to(torch.int8)}, r"cannot cast a \(torch.int8\); allowed are torch.bfloat16"),
+        ({"a": good.to(torch.complex64)}, "cannot cast a"),
+        ({"a": good.to(torch.float8_e4m3fn)}, "cannot cast a"),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            staging.check_tensors(tensors)
+    staging.check_tensors({"a": torch.nn.Parameter(good), "b": good.half(), "c": good.double()})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_are_looked_at_only_when_asked(value):
+    tensors = {"good": torch.zeros(2), "bad": torch.tensor([1.0, value])}
+    staging.check_tensors(tensors)
+    with pytest.raises(AdapterError, match="NaN or Inf in bad"):
+        staging.check_tensors(tensors, check_finite=True)
+
+
+def test_a_config_may_be_a_dict_or_an_object():
+    @dataclasses.dataclass
+    class Config:
+        r: int = 8
+        lora_alpha: int = 16
+        target_modules: set = dataclasses.field(default_factory=lambda: {"v_proj", "q_proj"})
+
+    class WithToDict:
+        def to_dict(self):
+            return dataclasses.asdict(Config())
+
+    expected = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    for config in (dataclasses.asdict(Config()), Config(), WithToDict()):
+        assert staging.plain_config(config) == expected
+    assert staging.plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
+    for config, message in [
+        (3, "adapter_config is a int"),
+        ({"lora_alpha": 1}, r"adapter_config\['r'\] is None"),
+        ({"r": 0, "lora_alpha": 1}, r"adapter_config\['r'\] is 0"),
+        ({"r": True, "lora_alpha": 1}, r"adapter_config\['r'\] is True"),
+        ({"r": 1.5, "lora_alpha": 1}, r"adapter_config\['r'\] is 1.5; it must be an integer"),
+        ({"r": 8, "lora_alpha": -1}, r"adapter_config\['lora_alpha'\] is -1"),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            staging.plain_config(config)
+
+
+def test_many_names_are_written_as_ranges_and_few_in_full():
+    assert compact(["m.0.q", "m.1.q"]) == ["m.0.q", "m.1.q"]
+    many = [f"m.{layer}.experts.{expert}.up" for layer in (0, 1, 5) for expert in range(4)]
+    assert compact(many) == ["m.{0,1,5}.experts.{0-3}.up (12 modules)"]
+    assert compact(["b", "a"]) == ["a", "b"]
