@@ -70,6 +70,10 @@ def start_engine(model: str, **options: Any) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker in this process, where the hook is
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        # Log-probabilities go through torch.compile, also in an eager engine: it needs a C++ compiler, and seconds.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        torch.set_num_threads(1)  # for a model this small, several threads mostly wait for each other
     from vllm import LLM
 
     defaults: dict[str, Any] = {
