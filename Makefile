@@ -40,7 +40,7 @@ test: env
 	$(QUIET) $(PY) -m pytest --nbval --nbval-current-env notebooks
 
 notebooks: env
-	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 $(NOTEBOOKS)
+	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 
 lab: env
 	$(QUIET) $(PY) -m jupyter lab notebooks

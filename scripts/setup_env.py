@@ -9,6 +9,7 @@ LORA_MEM_DEVICE=gpu|cpu       the official vLLM or vLLM's CPU build; default: gp
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -93,7 +94,13 @@ def make(device: str) -> None:
 
 def stamp(device: str) -> str:
     """What an environment was made for, and, on a line of its own, from which requirements."""
-    requirements = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    import tomllib  # an old Python, which lacks it, must get as far as being told so
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked_for = json.dumps(
+        [settings["build-system"], settings["project"]], sort_keys=True
+    )  # lint settings do not count
+    requirements = hashlib.sha256(asked_for.encode()).hexdigest()
     return f"{device} {sys.version_info[:3]} {sys.base_prefix} {ROOT}\n{requirements}\n"
 
 
