@@ -17,6 +17,7 @@ _HOME = {
     "uninstall": "vllm_hook",
     "status": "vllm_hook",
     "stage_adapter": "vllm_hook",
+    "open_stage": "vllm_hook",
     "drop_adapter": "vllm_hook",
     "offload_in_memory_adapter": "vllm_hook",
 }

@@ -43,6 +43,7 @@ class _Mapping(mmap.mmap):
 
     def __del__(self) -> None:
         if self.registered_at and not sys.is_finalizing():
+            torch.cuda.synchronize()  # a copy from or to it may still be under way
             torch.cuda.cudart().cudaHostUnregister(self.registered_at)
 
 
@@ -70,6 +71,7 @@ class HostBlock:
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         if pin:
             self.unpinned_because = self._page_lock(mapping)
 
@@ -97,11 +99,17 @@ class HostBlock:
             raise MemoryError(
                 f"{nbytes} bytes asked for, but only {self.nbytes - self.used} of the block's {self.nbytes} are unused"
             )
-        flat = self._bytes[self.used : self.used + nbytes].view(dtype)
+        start = self.used // dtype.itemsize
         self.used = min(self.nbytes, self.used + aligned(nbytes))
+        if dtype not in self._typed:
+            self._typed[dtype] = self._bytes[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         if stride is None:
-            return flat.view(tuple(shape))
-        return flat.as_strided(tuple(shape), tuple(stride))
+            return self._typed[dtype][start : start + elements].view(tuple(shape))
+        return self._typed[dtype].as_strided(tuple(shape), tuple(stride), start)
+
+    def clear(self) -> None:
+        """Hand out the memory from the front again; earlier views still show it."""
+        self.used = 0
 
     def _page_lock(self, mapping: _Mapping) -> str | None:
         if self.nbytes == 0:

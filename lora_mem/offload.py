@@ -159,6 +159,8 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one range without gaps or overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True  # the common case, a flag
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -229,7 +229,7 @@ class Life:
     """One adapter's life under one strategy.
 
     Attributes:
-        strategy: "keep" (left on the GPU) or "offload".
+        strategy: "keep" (left on the GPU), "offload" or "stage".
         phases: in order.
         tokens: greedy tokens, with the adapter as first loaded.
         logprobs: of these tokens.
@@ -273,7 +273,7 @@ def adapter_life(
 
     Args:
         llm: an engine started with `max_loras=1, max_cpu_loras=1`.
-        strategy: for `install`.
+        strategy: for `install`; "keep" is what there is without the hook.
         rank: of the adapter.
         device: where its tensors are made; default the GPU where there is one.
         seed: of its values.
@@ -385,7 +385,12 @@ class Round:
 
 
 def memory_against_directory(
-    llm: Any, directory: str | Path, adapters: list[tuple[dict[str, torch.Tensor], dict[str, Any]]], *, rounds: int = 3
+    llm: Any,
+    directory: str | Path,
+    adapters: list[tuple[dict[str, torch.Tensor], dict[str, Any]]],
+    *,
+    rounds: int = 3,
+    strategy: vllm_hook.Strategy = "stage",
 ) -> list[Round]:
     """Load adapters from directories, then the same ones from memory in turn, so that each evicts the one before.
 
@@ -394,10 +399,11 @@ def memory_against_directory(
         directory: where to write them.
         adapters: tensors and config of each.
         rounds: how often each is loaded from memory; every time after the first is a rebuild.
+        strategy: for `install`.
     """
     from vllm.lora.request import LoRARequest
 
-    vllm_hook.install()
+    vllm_hook.install(strategy)
     manager = only_manager()
     expected = []
     fused = [any(".experts.base_layer." in name for name in tensors) for tensors, _ in adapters]

@@ -1,111 +1,225 @@
-"""Adapters as they were received, and whether a model can serve them.
+"""Receive an adapter's tensors in any order and lay them out in host memory as vLLM packs them.
 
-Nothing here knows vLLM: `vllm_hook` says what the model serves (`ServedModel`) and how a tensor's name is read.
+A tensor crosses the link once, to its final place: the experts of a projection are stacked on the GPU, the scaling is
+folded into B there, and the result is copied to page-locked memory on a stream of its own while the next chunk arrives.
+Nothing here knows vLLM: `vllm_hook` makes vLLM's objects from the finished parts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import re
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes a factor may have; vLLM casts it to `lora_dtype`."""
+from lora_mem.checking import CASTABLE, AdapterError, ServedModel, ServedModule, TensorName, check_adapter
+from lora_mem.host_memory import HostBlock, aligned
 
-_LISTED = 12
 _versions = itertools.count(1)
 
-
-class AdapterError(ValueError):
-    """An adapter was refused. Nothing was changed: what was staged, registered and active before still is."""
+_MOST_UNDER_WAY = 64 * 2**20
+"""Bytes of device memory that wait for their copy to the host: enough to keep the link busy, and the most that a stage
+adds to the GPU's peak beyond the chunk (one part more, where a part is larger)."""
 
 
 @dataclass(frozen=True)
-class TensorName:
-    """What the name of an adapter's tensor says.
+class Part:
+    """One tensor of a registered adapter: A or B of one projection of one module.
 
     Attributes:
-        module: the module in the model's own naming, e.g. `model.layers.0.self_attn.q_proj`.
-        peft_module: the module in the adapter's naming; PEFT's rank and alpha patterns match against this.
-        is_a: whether it is the A factor; meaningless for a full module.
-        is_full: a whole weight or bias (`modules_to_save`), not a factor.
+        module: vLLM's name for it: a module of the adapter, or a layer's experts.
+        projection: 0 where the module has one only; w1, w2, w3 of packed experts.
+        is_a: A `[r, in]`, else B `[out, r]`.
+        members: how many received tensors are stacked in it; 0 where one received tensor is the whole part.
+        shape: members or local experts first, where it has any.
     """
 
     module: str
-    peft_module: str
+    projection: int
     is_a: bool
-    is_full: bool = False
+    members: int
+    shape: tuple[int, ...]
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes it takes in a block, with alignment."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return aligned(elements * dtype.itemsize)
 
 
-@dataclass(frozen=True)
-class ServedModule:
-    """Where one module of an adapter goes, and what its factors must look like.
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a tensor of one name is for: its place in each part, and how it is brought there."""
+
+    shape: torch.Size
+    parts: tuple[Part, ...]
+    rows: tuple[slice, ...]
+    member: int | None
+    experts: int
+    fused: bool
+    local: slice
+    scale: float
+    is_a: bool
+
+
+@dataclass(eq=False)
+class Layout:
+    """Where each tensor of an adapter goes, worked out once per name and remembered from sync to sync.
 
     Attributes:
-        in_features: columns of A, or None where they cannot be known.
-        out_features: rows of B, or None where they cannot be known.
-        experts: how many experts are stacked along the rank (PEFT's fused layout), or 1.
-        stacked: factors carry a leading expert dimension, of one of these sizes: (A's, B's).
-        rank_multiple: the rank must be a multiple of this.
+        served: what the worker's model serves.
+        names: what a tensor's name says; raises AdapterError for one that is not PEFT's.
+        rank_and_scaling: of a module, by the adapter's config.
+        sources: what was worked out so far; None for a tensor that vLLM ignores by design.
+        scales: of a part that is stacked from several tensors, or None where they differ.
+        member_scales: of each of these tensors.
+        checked: the names of the last adapter that was found complete.
     """
 
-    in_features: int | None
-    out_features: int | None
-    experts: int = 1
-    stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    rank_multiple: int = 1
+    served: ServedModel
+    names: Callable[[Iterable[str]], dict[str, TensorName]]
+    rank_and_scaling: Callable[[str], tuple[int, float]]
+    sources: dict[str, Source | None] = field(default_factory=dict)
+    scales: dict[Part, float | None] = field(default_factory=dict)
+    member_scales: dict[tuple[Part, int], float] = field(default_factory=dict)
+    checked: frozenset[str] = frozenset()
 
+    def learn(self, names: Iterable[str]) -> None:
+        """Work out where tensors of these names go.
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What one vLLM worker serves with LoRA.
+        Raises:
+            AdapterError: names that are not PEFT's, or modules that the model does not serve; all are listed.
+        """
+        new = [name for name in names if name not in self.sources]
+        if not new:
+            return
+        read = self.names(new)
+        unknown = {
+            name.module
+            for name in read.values()
+            if not self.served.ignored(name.module) and name.module not in self.served.modules
+        }
+        if unknown:
+            raise AdapterError(self.served.unknown(unknown))
+        for tensor_name in new:
+            name = read.get(tensor_name)
+            ignored = name is None or self.served.ignored(name.module)
+            self.sources[tensor_name] = None if ignored or name is None else self._source(name)
 
-    Attributes:
-        modules: by the name that an adapter uses.
-        complete: sets of modules of which an adapter must have all or none: a layer's local experts. By runtime module.
-        either: pairs of runtime modules' layouts of which an adapter may use one only.
-        ignored: whether vLLM ignores a module of this name by design (other pipeline ranks, `target_modules`, MTP).
-        max_lora_rank: of the engine.
-        expert_help: what to say where expert modules are not known.
-    """
+    def check_complete(self, received: Iterable[str]) -> None:
+        """Refuse an adapter of these tensors where a factor or an expert is missing.
 
-    modules: Mapping[str, ServedModule]
-    complete: Mapping[str, tuple[frozenset[str], ...]]
-    ignored: Callable[[str], bool]
-    max_lora_rank: int
-    expert_help: str = ""
+        Raises:
+            AdapterError: see `check_adapter`.
+        """
+        complete = frozenset(received)
+        if complete == self.checked:
+            return
+        shapes = {name: tuple(source.shape) for name in complete if (source := self.sources[name]) is not None}
+        names = {name: read for name, read in self.names(sorted(complete)).items() if name in shapes}
+        check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
+        self.checked = complete
+
+    def knows(self, names: Iterable[str]) -> bool:
+        """Whether these are the names of the last adapter that was found complete."""
+        return bool(self.checked) and self.checked == frozenset(names)
+
+    def nbytes(self, names: Collection[str]) -> int:
+        """Bytes of a block that holds exactly the parts of these tensors, none of them shared."""
+        self.learn(names)
+        parts = {part for name in names if (source := self.sources[name]) is not None for part in source.parts}
+        return sum(part.nbytes(self.served.dtype) for part in parts)
+
+    def _source(self, name: TensorName) -> Source:
+        takes = self.served.modules[name.module]
+        rank, scaling = self.rank_and_scaling(name.peft_module)
+        if rank > self.served.max_lora_rank:
+            raise AdapterError(
+                f"rank {rank} of {name.module} is above the engine's max_lora_rank {self.served.max_lora_rank}; start "
+                f"vLLM with max_lora_rank of {rank} or more"
+            )
+        if takes.in_features is None or takes.out_features is None:
+            raise AdapterError(f"{name.module} has a shape that only vLLM itself can check; use stage_adapter")
+        shape: tuple[int, ...] = (takes.experts * rank, takes.in_features)
+        if not name.is_a:
+            shape = (takes.out_features, takes.experts * rank)
+        if takes.stacked is not None:
+            shape = (takes.stacked[0 if name.is_a else 1][0], *shape)
+        source = Source(
+            shape=torch.Size(shape),
+            parts=() if takes.expert == -1 else tuple(self._parts(name, takes, rank)),
+            rows=tuple(rows for _, rows in takes.projections),
+            member=takes.expert,
+            experts=takes.experts,
+            fused=bool(takes.packed_in) and takes.expert is None and takes.stacked is None,
+            local=takes.local,
+            scale=1.0 if name.is_a else float(scaling),
+            is_a=name.is_a,
+        )
+        if source.member is not None:
+            for part in source.parts:
+                self.member_scales[part, source.member] = source.scale
+                if self.scales.setdefault(part, source.scale) != source.scale:
+                    self.scales[part] = None
+        return source
+
+    def _parts(self, name: TensorName, takes: ServedModule, rank: int) -> Iterable[Part]:
+        assert takes.in_features is not None
+        assert takes.out_features is not None
+        if not takes.packed_in:
+            shape = (rank, takes.in_features) if name.is_a else (takes.out_features, rank)
+            yield Part(name.module, 0, name.is_a, 0, shape)
+            return
+        experts = self.served.local_experts[takes.packed_in]
+        if takes.stacked is not None and takes.stacked[0 if name.is_a else 1] == (1,):
+            experts = 1
+        # In the fused layout gate and up share one A; it is one part, and vLLM gets it twice.
+        projections = takes.projections[:1] if name.is_a else takes.projections
+        for projection, rows in projections:
+            out = len(range(*rows.indices(takes.out_features)))
+            members = experts if takes.expert is not None else 0
+            packed = (experts, rank, takes.in_features) if name.is_a else (experts, out, rank)
+            yield Part(takes.packed_in, projection, name.is_a, members, packed)
 
 
 @dataclass(eq=False)
 class StagedAdapter:
-    """The tensors of one adapter as received, kept to build it again after an eviction.
+    """One adapter, kept to build it again after an eviction: as received, or laid out as vLLM packs it.
 
     Attributes:
         lora_int_id: vLLM's id for it.
         name: vLLM's name for it.
         config: PEFT's adapter_config as plain JSON values.
-        tensors: by PEFT's names. Never written to; an offload replaces device tensors by host copies.
+        tensors: as received, by PEFT's names; empty where `parts` is not. Never written to; an offload replaces device
+            tensors by host copies.
+        parts: laid out; the scaling is in B. A part whose experts all share one factor has 1 in place of their number.
+        block: what the parts lie in.
+        why_not_laid_out: why vLLM has to pack the tensors itself.
         version: counts every stage in this process.
         loaded_in: worker LoRA managers that have built it from this version.
         registered_in: worker LoRA managers that have built it from this or an earlier version.
+        models: vLLM's models made of `parts` that are alive: until they are gone, the block cannot be used again.
     """
 
     lora_int_id: int
     name: str
     config: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: dict[Part, torch.Tensor] = field(default_factory=dict)
+    block: HostBlock | None = None
+    why_not_laid_out: str = ""
     version: int = field(default_factory=lambda: next(_versions))
     loaded_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     registered_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    models: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     _directory: tempfile.TemporaryDirectory[str] | None = None
 
     def config_directory(self) -> str:
@@ -115,242 +229,209 @@ class StagedAdapter:
             (Path(self._directory.name) / "adapter_config.json").write_text(json.dumps(self.config))
         return self._directory.name
 
-    def devices(self) -> set[torch.device]:
-        """Where the tensors are."""
-        return {tensor.device for tensor in self.tensors.values()}
+    def held(self) -> list[torch.Tensor]:
+        """The tensors it keeps."""
+        return [*self.tensors.values(), *self.parts.values()]
 
 
-def plain_config(adapter_config: Any) -> dict[str, Any]:
-    """PEFT's adapter config as plain JSON values.
-
-    Args:
-        adapter_config: a dict, a `peft.LoraConfig`, or any dataclass or object with PEFT's field names.
-
-    Raises:
-        AdapterError: not such an object, or `r` or `lora_alpha` is missing or not a positive number.
-    """
-    if isinstance(adapter_config, Mapping):
-        values = dict(adapter_config)
-    elif callable(getattr(adapter_config, "to_dict", None)):
-        values = dict(adapter_config.to_dict())
-    elif dataclasses.is_dataclass(adapter_config) and not isinstance(adapter_config, type):
-        values = dataclasses.asdict(adapter_config)
-    elif hasattr(adapter_config, "__dict__") and not isinstance(adapter_config, type):
-        values = dict(vars(adapter_config))
-    else:
-        raise AdapterError(
-            f"adapter_config is a {type(adapter_config).__name__}; it must be a dict as in adapter_config.json or an "
-            "object with PEFT's fields, such as peft.LoraConfig"
-        )
-    for name in ("r", "lora_alpha"):
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise AdapterError(f"adapter_config[{name!r}] is {value!r}; it must be a positive number")
-    if not isinstance(values["r"], int):
-        raise AdapterError(f"adapter_config['r'] is {values['r']!r}; it must be an integer")
-    # vLLM asks for the field but takes the modules from the tensors' names.
-    values["target_modules"] = values.get("target_modules") or []
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
-    return plain
-
-
-def check_tensors(tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False) -> None:
-    """Refuse what no model could serve: not a dict of plain floating-point tensors.
+class Receiver:
+    """Brings tensors to their places in a block of host memory.
 
     Args:
-        tensors: by PEFT's names.
-        check_finite: also look for NaN and Inf, which reads every value once.
-
-    Raises:
-        AdapterError: naming the tensors, their type or dtype and what is allowed.
+        layout: where each tensor goes.
+        block: exactly as large as the parts that will arrive.
     """
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise AdapterError(
-            f"tensors is {'empty' if isinstance(tensors, Mapping) else 'a ' + type(tensors).__name__}; it must be a "
-            "dict of PEFT names ('base_model.model.<module>.lora_A.weight') to tensors"
-        )
-    wrong_name = [name for name in tensors if not isinstance(name, str)]
-    if wrong_name:
-        raise AdapterError(f"names must be strings, got {_some(map(repr, wrong_name))}")
-    wrong_type = [
-        f"{name} ({type(tensor).__name__})"
-        for name, tensor in tensors.items()
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided
-    ]
-    if wrong_type:
-        raise AdapterError(
-            f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; of a DTensor pass full_tensor()"
-        )
-    wrong_dtype = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE]
-    if wrong_dtype:
-        raise AdapterError(
-            f"cannot cast {_some(wrong_dtype)}; allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
-        )
-    if check_finite:
-        not_finite = [
-            name
-            for name, tensor in tensors.items()
-            if tensor.device.type != "meta" and not bool(torch.isfinite(tensor).all())
-        ]
-        if not_finite:
-            raise AdapterError(f"NaN or Inf in {_some(not_finite)}")
 
+    def __init__(self, layout: Layout, block: HostBlock) -> None:
+        self.layout = layout
+        self.block = block
+        self.parts: dict[Part, torch.Tensor] = {}
+        self.received: set[str] = set()
+        self._copies = _DeviceCopies()
 
-def check_adapter(
-    shapes: Mapping[str, tuple[int, ...]],
-    names: Mapping[str, TensorName],
-    rank_of: Callable[[str], int],
-    served: ServedModel | None,
-) -> None:
-    """Refuse an adapter that the model cannot serve in full.
+    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take tensors; when this returns, their memory may be used again (on a GPU: by work of the current stream).
 
-    Args:
-        shapes: of the tensors, by their names.
-        names: what each name says; a tensor that is not in here is ignored by vLLM by design.
-        rank_of: the rank that the adapter's config gives a module (`peft_module`).
-        served: what the model serves, or None where no model is known yet: then only the adapter itself is checked.
+        The experts of a projection that all come in one call are stacked and cross the link together; what comes apart
+        is copied one by one, with the same result.
 
-    Raises:
-        AdapterError: all problems of the kind that was found first, with the values and what is allowed.
-    """
-    factors: dict[str, dict[bool, str]] = {}
-    twice: list[str] = []
-    for tensor_name, name in names.items():
-        if name.is_full or (served is not None and served.ignored(name.module)):
-            continue
-        pair = factors.setdefault(name.module, {})
-        if name.is_a in pair:
-            twice.append(f"{pair[name.is_a]} and {tensor_name}")
-        pair[name.is_a] = tensor_name
-    if twice:
-        raise AdapterError(f"two tensors for the same factor: {_some(twice)}")
-    if not factors and not any(name.is_full for name in names.values()):
-        raise AdapterError("the adapter has no factor (lora_A, lora_B) that this model would use")
-
-    if served is not None:
-        unknown = [module for module in factors if module not in served.modules]
-        if unknown:
-            raise AdapterError(_unknown(unknown, served))
-
-    halves = [
-        f"{next(iter(pair.values()))} has no {'B' if True in pair else 'A'}"
-        for pair in factors.values()
-        if len(pair) == 1
-    ]
-    if halves:
-        raise AdapterError(f"a factor is missing: {_some(halves)}")
-
-    wrong: list[str] = []
-    for module, pair in factors.items():
-        expected = served.modules[module] if served is not None else None
-        rank = rank_of(names[pair[True]].peft_module)
-        if served is not None and rank > served.max_lora_rank:
-            raise AdapterError(
-                f"rank {rank} of {module} is above the engine's max_lora_rank {served.max_lora_rank}; start vLLM with "
-                f"max_lora_rank of {rank} or more"
-            )
-        wrong += _wrong_shapes(module, shapes[pair[True]], shapes[pair[False]], rank, expected)
-    if wrong:
-        raise AdapterError(f"shapes that do not fit: {_some(wrong)}")
-
-    if served is not None:
-        for runtime_module, layouts in served.complete.items():
-            present = [(layout, layout & factors.keys()) for layout in layouts]
-            used = [(layout, have) for layout, have in present if have]
-            if len(used) > 1:
-                raise AdapterError(f"{runtime_module} is given in two layouts at once; vLLM takes one")
-            if used and used[0][0] != used[0][1]:
-                missing = sorted(used[0][0] - used[0][1])
+        Raises:
+            AdapterError: an unknown name, a second tensor of a name, a wrong shape, a dtype that cannot be cast, or
+            more
+                than was announced.
+        """
+        sources, received = self.layout.sources, self.received
+        together: dict[Part, list[torch.Tensor | None]] = {}
+        for name, tensor in tensors:
+            source = sources.get(name)
+            if source is None:
+                if name not in sources:
+                    self.layout.learn([name])
+                    source = sources[name]
+                if source is None:
+                    continue
+            if name in received:
+                raise AdapterError(f"{name} came twice")
+            if tensor.shape != source.shape:
                 raise AdapterError(
-                    f"{runtime_module} has factors for some experts but not for {_some(missing)}; vLLM packs all of a "
-                    "layer's experts or none"
+                    f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(source.shape)}"
                 )
+            if tensor.dtype not in CASTABLE:
+                raise AdapterError(
+                    f"cannot cast {name} ({tensor.dtype}); allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
+                )
+            received.add(name)
+            if source.member is None:
+                self._take_whole(tensor.detach(), source)
+                continue
+            for part in source.parts:
+                members = together.get(part)
+                if members is None:
+                    members = together[part] = [None] * part.members
+                members[source.member] = tensor
+        for part, members in together.items():
+            self._take_members(part, members)
 
+    def finish(self) -> None:
+        """Wait until everything has arrived in the block.
 
-def _wrong_shapes(
-    module: str, a: tuple[int, ...], b: tuple[int, ...], rank: int, expected: ServedModule | None
-) -> list[str]:
-    leading = 0
-    if expected is not None and expected.stacked is not None:
-        leading = 1
-        for letter, shape, allowed in (("A", a, expected.stacked[0]), ("B", b, expected.stacked[1])):
-            if len(shape) != 3 or shape[0] not in allowed:
-                return [f"{module} {letter} is {list(shape)}, its first dimension must be one of {list(allowed)}"]
-    if len(a) != 2 + leading or len(b) != 2 + leading:
-        return [f"{module} A is {list(a)} and B is {list(b)}, each must have {2 + leading} dimensions"]
-    experts = expected.experts if expected is not None else None
-    if experts is None:
-        # Without a model PEFT's fused experts cannot be told from a wrong rank; both factors must still agree.
-        experts = a[0] // rank if rank and a[0] % rank == 0 else 1
-    problems = []
-    in_features = a[-1] if expected is None or expected.in_features is None else expected.in_features
-    out_features = b[-2] if expected is None or expected.out_features is None else expected.out_features
-    expected_a = [*a[:leading], experts * rank, in_features]
-    expected_b = [*b[:leading], out_features, experts * rank]
-    if list(a) != expected_a:
-        problems.append(f"{module} A is {list(a)}, expected {expected_a} (rank {rank} by its config)")
-    if list(b) != expected_b:
-        problems.append(f"{module} B is {list(b)}, expected {expected_b} (rank {rank} by its config)")
-    if expected is not None and rank % expected.rank_multiple:
-        problems.append(
-            f"{module} has rank {rank}, with fully_sharded_loras it must be a multiple of tensor_parallel_size "
-            f"{expected.rank_multiple}"
-        )
-    return problems
+        Raises:
+            AdapterError: a factor or an expert is missing.
+        """
+        self._copies.finish()
+        self.layout.check_complete(self.received)
 
+    def abort(self) -> None:
+        """Drop what has arrived; the block may be used again."""
+        self._copies.finish()
+        self.parts.clear()
+        self.received.clear()
+        self.block.clear()
 
-def _unknown(unknown: list[str], served: ServedModel) -> str:
-    known = sorted({module.rpartition(".")[2] for module in served.modules})
-    message = (
-        f"{len(unknown)} module{'s' if len(unknown) > 1 else ''} that this model does not serve with LoRA: "
-        f"{', '.join(compact(unknown))}. It serves modules named {', '.join(known)}"
-    )
-    if served.expert_help and any(".experts" in module for module in unknown):
-        message += f". {served.expert_help}"
-    return message
+    def _take_whole(self, tensor: torch.Tensor, source: Source) -> None:
+        """A tensor that is all of a part, or all experts of one or two projections at once."""
+        for part, rows in zip(source.parts, source.rows, strict=False):
+            value = tensor
+            if source.fused:
+                # PEFT's fused layout: A is [experts * r, in], B is [out, r * experts] with the experts innermost.
+                rank = tensor.shape[0 if source.is_a else 1] // source.experts
+                if source.is_a:
+                    value = tensor.reshape(source.experts, rank, -1)[source.local]
+                else:
+                    value = tensor.reshape(-1, rank, source.experts)[rows, :, source.local].permute(2, 0, 1)
+            elif len(part.shape) == 3 and part.shape[0] != tensor.shape[0]:
+                value = tensor[source.local]
+            self._put(part, value, source.scale)
 
+    def _take_members(self, part: Part, members: list[torch.Tensor | None]) -> None:
+        """Experts of one projection: all of them at once, or some."""
+        scale = self.layout.scales[part]
+        whole = [tensor for tensor in members if tensor is not None]
+        if len(whole) == part.members and scale is not None and part not in self.parts:
+            first = whole[0]
+            alike = {tensor.device for tensor in whole} == {first.device}
+            if alike and self.layout.served.share and part.members > 1 and _all_the_same(whole):
+                self._put(part, first.detach().unsqueeze(0), scale)
+                return
+            if alike and {tensor.dtype for tensor in whole} == {first.dtype}:
+                with torch.no_grad():
+                    self._put(part, torch.stack(whole) if first.is_cuda else whole, scale, ours=True)
+                return
+        place = self._place(part, part.shape)
+        dtype = self.layout.served.dtype
+        for member, tensor in enumerate(members):
+            if tensor is None:
+                continue
+            value = tensor.detach().to(dtype)
+            factor = self.layout.member_scales.get((part, member), 1.0) if scale is None else scale
+            if factor != 1.0:
+                value = value * factor
+            # On the current stream: whatever it does to the tensor afterwards comes after the copy.
+            place[member].copy_(value, non_blocking=True)
+            if value.is_cuda:
+                self._copies.also_wait_for(value.device)
 
-def compact(modules: Iterable[str]) -> list[str]:
-    """Module names with numbers written as ranges where many differ in nothing else: `layers.{0-47}.mlp.gate (48)`."""
-    alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for module in sorted(modules):
-        parts = re.split(r"(?<=\.)(\d+)(?=\.)", module)
-        alike.setdefault(tuple(parts[::2]), []).append(tuple(int(number) for number in parts[1::2]))
-    lines = []
-    for words, numbers in alike.items():
-        if len(numbers) <= 3:
-            ranges = [[str(number) for number in one] for one in numbers]
+    def _put(self, part: Part, value: torch.Tensor | list[torch.Tensor], scale: float, *, ours: bool = False) -> None:
+        """Copy a value to a part's place: cast, then scaled, as vLLM does it, so that the bits are the same."""
+        if isinstance(value, list):
+            place = self._place(part, part.shape)
+            for member, tensor in enumerate(value):
+                place[member].copy_(tensor)
+            value = place
         else:
-            columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-            ranges = [[_ranges(column) for column in columns]]
-        for one in ranges:
-            line = "".join(itertools.chain(*itertools.zip_longest(words, one, fillvalue="")))
-            lines.append(line if len(ranges) == len(numbers) else f"{line} ({len(numbers)} modules)")
-    return lines
+            place = self._place(part, tuple(value.shape))
+        if value.is_cuda:
+            own = value
+            if not ours or value.dtype != place.dtype:
+                own = torch.empty(value.shape, dtype=place.dtype, device=value.device).copy_(value)
+            if scale != 1.0:
+                own.mul_(scale)
+            self._copies.start(own, place)
+            return
+        if value is not place:
+            place.copy_(value)
+        if scale != 1.0:
+            place.mul_(scale)
+
+    def _place(self, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
+        place = self.parts.get(part)
+        if place is None:
+            try:
+                place = self.block.take(shape, self.layout.served.dtype)
+            except MemoryError as error:
+                raise AdapterError(
+                    f"more has arrived than was announced: the adapter's block has {self.block.nbytes} bytes, and "
+                    f"{part.module} does not fit ({error}); pass nbytes to open_stage, or correct the adapter_config"
+                ) from None
+            self.parts[part] = place
+        return place
 
 
-def _ranges(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    gapless = numbers[-1] - numbers[0] + 1 == len(numbers)
-    return "{" + (f"{numbers[0]}-{numbers[-1]}" if gapless else ",".join(map(str, numbers))) + "}"
+class _DeviceCopies:
+    """Copies from device memory of our own to the host, on a stream of their own, with a bounded amount under way."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._bytes = 0
+        self._also: dict[torch.device, torch.cuda.Stream] = {}
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy once the current stream's work on `source` is done; waits while too much is under way."""
+        while self._under_way and self._bytes + source.nbytes > _MOST_UNDER_WAY:
+            self._wait_for_oldest()
+        device = source.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        # Held until the copy is done: the allocator would hand the memory to the current stream's next tensor.
+        self._under_way.append((stream.record_event(), source))
+        self._bytes += source.nbytes
+
+    def also_wait_for(self, device: torch.device) -> None:
+        """Copies were issued on the current stream of a device."""
+        self._also[device] = torch.cuda.current_stream(device)
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        while self._under_way:
+            self._wait_for_oldest()
+        for stream in self._also.values():
+            stream.synchronize()
+        self._also.clear()
+
+    def _wait_for_oldest(self) -> None:
+        event, source = self._under_way.popleft()
+        event.synchronize()
+        self._bytes -= source.nbytes
 
 
-def _some(items: Any) -> str:
-    listed = list(items)
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    return ", ".join(listed[:_LISTED]) + more
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if hasattr(value, "value"):
-        return value.value  # PEFT's enums
-    if callable(getattr(value, "to_dict", None)):
-        return value.to_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value)
+def _all_the_same(tensors: list[torch.Tensor]) -> bool:
+    """Whether all show the same memory in the same way: one factor, sent once for all experts."""
+    first, second = tensors[0], tensors[1]
+    if first.data_ptr() != second.data_ptr() or first.numel() == 0:
+        return False
+    return all(t.data_ptr() == first.data_ptr() and t.stride() == first.stride() for t in tensors)

@@ -10,18 +10,22 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import json
 import logging
 import os
+import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lora_mem import offload, staging
-from lora_mem.staging import AdapterError, ServedModel, ServedModule, StagedAdapter, TensorName
+from lora_mem import checking, offload
+from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
+from lora_mem.host_memory import HostBlock
+from lora_mem.staging import Layout, Receiver, StagedAdapter
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -42,15 +46,20 @@ vLLM hashes a request's name and path into its prefix cache, so a new version ne
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
 _METHODS = ("_load_adapter", "add_adapter", "create_lora_manager")
 
-Strategy = Literal["offload", "keep"]
+Strategy = Literal["stage", "offload", "keep"]
 
-_strategy: Strategy = "offload"
+_strategy: Strategy = "stage"
 _originals: dict[tuple[str, str], Callable[..., Any]] = {}
 _inactive_because = "install() was not called in this process"
 _staged: dict[int, StagedAdapter] = {}
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 _served: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
 _offloads: dict[int, offload.Moved] = {}
+_layouts: weakref.WeakKeyDictionary[Any, dict[str, Layout]] = weakref.WeakKeyDictionary()
+_open: dict[int, Stage] = {}
+
+# Blocks that no adapter uses now, to receive the next version in: page-locking anew would cost a second a sync.
+_blocks: list[tuple[HostBlock, weakref.WeakSet[Any]]] = []
 
 # Loads whose adapter has yet to leave the GPU: (id of the manager, adapter id). Empty but for the time of a load,
 # which is what makes a repeated add_adapter of a loaded adapter cost one look at it.
@@ -63,20 +72,22 @@ observers: list[Callable[[str, int], None]] = []
 # -------------------------------------------------------------------------------------------------- install, uninstall
 
 
-def install(strategy: Strategy = "offload") -> None:
+def install(strategy: Strategy = "stage") -> None:
     """Wrap vLLM's worker LoRA managers in this process. Calling it again changes the strategy and nothing else.
 
     Args:
-        strategy: "offload" moves an in-memory adapter to page-locked host memory once vLLM's slots hold it; "keep"
-            leaves it on the GPU, as a loader without this package would.
+        strategy: what becomes of an in-memory adapter. "stage" lays it out in page-locked host memory as vLLM packs it,
+            so that vLLM packs nothing and the GPU holds its slots only; "offload" lets vLLM pack it on the GPU and
+            moves everything to the host once the slots hold it; "keep" leaves it on the GPU, as other loaders do. What
+            another loader built on the GPU is moved to the host under "stage" and "offload".
 
     Raises:
         ValueError: an unknown strategy.
         RuntimeError: this vLLM lacks what the hook needs. Nothing was changed.
     """
     global _strategy, _inactive_because
-    if strategy not in ("offload", "keep"):
-        raise ValueError(f"strategy is {strategy!r}; allowed are 'offload' and 'keep'")
+    if strategy not in ("stage", "offload", "keep"):
+        raise ValueError(f"strategy is {strategy!r}; allowed are 'stage', 'offload' and 'keep'")
     classes = _manager_classes()
     for method in ("_load_adapter", "add_adapter"):
         if not any(method in vars(cls) for cls in classes):
@@ -114,6 +125,8 @@ def uninstall() -> None:
     _armed.clear()
     _offloads.clear()
     _served.clear()
+    _layouts.clear()
+    _blocks.clear()
 
 
 def plugin() -> None:
@@ -132,13 +145,26 @@ def plugin() -> None:
 
 @dataclass(frozen=True)
 class AdapterStatus:
-    """One staged adapter: where its bytes are, and what the last offload did."""
+    """One staged adapter.
+
+    Attributes:
+        laid_out: whether it lies in host memory as vLLM packs it; else vLLM packs it at each load.
+        why_not_laid_out: the reason, or "".
+        tensors: how many are kept: as received, or parts where it is laid out.
+        staged_bytes: their bytes, by device.
+        pinned: whether all of them are page-locked.
+        loaded: whether vLLM has this version registered.
+        offload: what the last offload did, or None.
+    """
 
     lora_int_id: int
     name: str
     version: int
+    laid_out: bool
+    why_not_laid_out: str
     tensors: int
     staged_bytes: dict[str, int]
+    pinned: bool
     loaded: bool
     offload: offload.Moved | None
 
@@ -196,8 +222,11 @@ def status() -> HookStatus:
                 lora_int_id=stage.lora_int_id,
                 name=stage.name,
                 version=stage.version,
-                tensors=len(stage.tensors),
-                staged_bytes=_bytes_by_device(stage.tensors.values()),
+                laid_out=bool(stage.parts),
+                why_not_laid_out=stage.why_not_laid_out,
+                tensors=len(stage.held()),
+                staged_bytes=_bytes_by_device(stage.held()),
+                pinned=all(tensor.is_pinned() for tensor in stage.held()),
                 loaded=any(stage.lora_int_id in manager.list_adapters() for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
@@ -239,39 +268,201 @@ def stage_adapter(
             which names, values or shapes are wrong and what is allowed.
         RuntimeError: the hook is not installed.
     """
-    from vllm.lora.request import LoRARequest
-
-    if _inactive_because:
-        raise RuntimeError(
-            f"the hook is not active in this process: {_inactive_because}; call lora_mem.install() first"
-        )
-    _check_id(lora_int_id, load_inplace=load_inplace)
-    name = name or f"lora_mem-{lora_int_id}"
-    same_name = [other.lora_int_id for other in _staged.values() if other.name == name]
-    if same_name and same_name != [lora_int_id]:
-        raise AdapterError(f"name {name!r} is in use by adapter {same_name[0]}; vLLM tells requests apart by name")
-    config = staging.plain_config(adapter_config)
-    staging.check_tensors(tensors, check_finite=check_finite)
+    _check_active()
+    name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
+    config = checking.plain_config(adapter_config)
+    checking.check_tensors(tensors, check_finite=check_finite)
     own = {key: tensor.detach() for key, tensor in tensors.items()}
-    for_3d = _check_for_engines(own, config)
+    engines = _engines()
+    manager, why_not = engines[0] if len(engines) == 1 else None, ""
+    # What was found complete in the last sync needs no second look at its names; shapes are checked on arrival.
+    if manager is None or not _layout(manager, config).knows(own):
+        manager, why_not = _check_for_engines(own, config)
+    if _strategy != "stage":
+        why_not = f"the strategy is {_strategy!r}"
+    if not why_not and manager is not None:
+        try:
+            nbytes = _layout(manager, config).nbytes(own)
+        except AdapterError as error:
+            why_not = str(error)
+        else:
+            with Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace) as stage:
+                stage.add_all(own)
+                return stage.commit()
     # Values that the caller may overwrite must not be ours; on the GPU that would cost a copy of everything.
     if _pin_memory():
         copies = offload.HostCopies()
         on_host = [key for key, tensor in own.items() if tensor.device.type == "cpu"]
         own.update(zip(on_host, copies.of([own[key] for key in on_host], pin=True), strict=True))
         copies.close()
-    stage = StagedAdapter(lora_int_id, name, config, own)
-    if lora_int_id in _staged:
-        stage.registered_in |= _staged[lora_int_id].registered_in
-    _staged[lora_int_id] = stage
-    _offloads.pop(lora_int_id, None)
-    return LoRARequest(
-        lora_name=name,
-        lora_int_id=lora_int_id,
-        lora_path=f"{SCHEME}{lora_int_id}/{stage.version}",
-        load_inplace=load_inplace,
-        is_3d_lora_weight=for_3d,
+    fused = any(".experts.base_layer." in key for key in own)
+    return _enter(
+        StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, fused=fused
     )
+
+
+def open_stage(
+    lora_int_id: int,
+    adapter_config: Any,
+    name: str | None = None,
+    *,
+    nbytes: int | None = None,
+    load_inplace: bool = False,
+) -> Stage:
+    """Receive an adapter tensor by tensor or chunk by chunk, straight into host memory laid out as vLLM packs it.
+
+        with lora_mem.open_stage(1, config) as stage:
+            for chunk in transport:
+                stage.add_all(chunk)          # a dict; the chunk's memory is free when this returns
+            request = stage.commit()
+
+    Leaving the block by an exception aborts: what was received is dropped, and what was staged, registered and active
+    under this id before still is. To be called in the process of vLLM's worker, as `stage_adapter`.
+
+    Args:
+        lora_int_id: 1 or more; must not be in use, unless `load_inplace`.
+        adapter_config: PEFT's, as for `stage_adapter`; says which modules will come (`target_modules`), at which rank.
+        name: vLLM's `lora_name`. Default: `lora_mem-<id>`.
+        nbytes: bytes of the laid-out adapter, where `target_modules` does not tell. More than that is refused when it
+            arrives, less at `commit`.
+        load_inplace: replace the adapter that has this id, at the request's next step.
+
+    Raises:
+        AdapterError: the id, the name or the config is refused, another stage of this id is open, or no engine of this
+            process can receive it.
+        RuntimeError: the hook is not installed.
+    """
+    _check_active()
+    name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
+    config = checking.plain_config(adapter_config)
+    manager, why_not = _only_engine(config)
+    if manager is None:
+        raise AdapterError(f"cannot receive an adapter in parts: {why_not}")
+    if nbytes is None:
+        nbytes = _announced_bytes(manager, config)
+    elif isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise AdapterError(f"nbytes is {nbytes!r}; it must be a positive integer, or None to go by target_modules")
+    return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace)
+
+
+def reserve(adapter_config: Any, *, generations: int = 2) -> int:
+    """Page-lock the memory for adapters of this config ahead of the first sync; returns the bytes of one.
+
+    Args:
+        adapter_config: PEFT's, as for `open_stage`.
+        generations: blocks to have free: 2 where a new version is received while the old one is registered, 1 where the
+            old one is dropped first.
+
+    Raises:
+        AdapterError: as `open_stage`.
+    """
+    _check_active()
+    if isinstance(generations, bool) or not isinstance(generations, int) or generations < 1:
+        raise AdapterError(f"generations is {generations!r}; it must be 1 or more")
+    config = checking.plain_config(adapter_config)
+    manager, why_not = _only_engine(config)
+    if manager is None:
+        raise AdapterError(f"cannot tell the size: {why_not}")
+    nbytes = _announced_bytes(manager, config)
+    free = sum(block.nbytes == nbytes and not users for block, users in _blocks)
+    for _ in range(generations - free):
+        _blocks.append((HostBlock(nbytes, pin=_pin_memory()), weakref.WeakSet()))
+    return nbytes
+
+
+def trim() -> int:
+    """Give page-locked blocks that no adapter uses back to the system; returns their bytes."""
+    unused = [entry for entry in _blocks if not entry[1]]
+    _blocks[:] = [entry for entry in _blocks if entry[1]]
+    return sum(block.nbytes for block, _ in unused)
+
+
+class Stage:
+    """An adapter under way; made by `open_stage`."""
+
+    def __init__(
+        self, lora_int_id: int, name: str, config: dict[str, Any], manager: Any, nbytes: int, *, load_inplace: bool
+    ) -> None:
+        if lora_int_id in _open:
+            raise AdapterError(f"a stage of adapter {lora_int_id} is open already; commit or leave it first")
+        self.lora_int_id = lora_int_id
+        self._adapter = StagedAdapter(lora_int_id, name, config)
+        self._load_inplace = load_inplace
+        self._layout = _layout(manager, config)
+        self._block = _take_block(nbytes)
+        self._receiver: Receiver | None = Receiver(self._layout, self._block)
+        self._fused = False
+        _open[lora_int_id] = self
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """One tensor, by its PEFT name; see `add_all`, which is faster for many."""
+        self.add_all({name: tensor})
+
+    def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A chunk: any of the adapter's tensors, in any order, on a GPU or the host, views and aliases too.
+
+        When this returns the tensors have been read, or will be before any work that the current stream is given from
+        now on: their memory may be written to on that stream, or freed. Experts of one projection that come in one
+        chunk cross the link together; a factor that all experts share crosses it once.
+
+        Raises:
+            AdapterError: see `Receiver.add_all`. The stage stays open; leave it to abort.
+        """
+        receiver = self._receiving()
+        if not isinstance(tensors, Mapping):
+            raise AdapterError(f"tensors is a {type(tensors).__name__}; it must be a dict of PEFT names to tensors")
+        receiver.add_all(tensors.items())
+
+    def commit(self) -> LoRARequest:
+        """Wait for the copies, check that nothing is missing, and stage the adapter; returns the request to use.
+
+        Raises:
+            AdapterError: a factor or an expert is missing, or less arrived than was announced. The stage stays open.
+        """
+        receiver = self._receiving()
+        receiver.finish()
+        dtype = self._layout.served.dtype
+        arrived = sum(part.nbytes(dtype) for part in receiver.parts)
+        if arrived != self._block.nbytes:
+            raise AdapterError(
+                f"{self._block.nbytes} bytes were announced (by nbytes, or target_modules "
+                f"{self._adapter.config['target_modules']!r}), but {arrived} arrived; add what is missing, "
+                f"correct the adapter_config, or pass nbytes={arrived} to open_stage"
+            )
+        adapter = self._adapter
+        adapter.parts = receiver.parts
+        adapter.block = self._block
+        _blocks.append((self._block, adapter.models))
+        adapter.models.add(adapter)
+        fused = any(".experts.base_layer." in name for name in receiver.received)
+        self._receiver = None
+        del _open[adapter.lora_int_id], self._adapter, self._block
+        return _enter(adapter, self._load_inplace, fused=fused)
+
+    def abort(self) -> None:
+        """Drop what was received; what was staged under this id before stays. Does nothing after `commit`."""
+        if self._receiver is None:
+            return
+        self._receiver.abort()
+        self._receiver = None
+        _blocks.append((self._block, weakref.WeakSet()))
+        del _open[self.lora_int_id], self._adapter, self._block
+
+    def __enter__(self) -> Stage:
+        """The stage."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Abort, unless committed."""
+        committed = self._receiver is None
+        self.abort()
+        if kind is None and not committed:
+            raise AdapterError(f"the stage of adapter {self.lora_int_id} was left without commit(); aborted")
+
+    def _receiving(self) -> Receiver:
+        if self._receiver is None:
+            raise AdapterError(f"the stage of adapter {self.lora_int_id} is closed; open another one")
+        return self._receiver
 
 
 def drop_adapter(lora_int_id: int) -> bool:
@@ -285,6 +476,8 @@ def drop_adapter(lora_int_id: int) -> bool:
         return False
     for manager in list(stage.registered_in):
         manager.remove_adapter(lora_int_id)
+    del stage
+    trim()
     return True
 
 
@@ -340,7 +533,7 @@ def holders(manager: Any) -> dict[str, dict[str, int]]:
         offload._read(place) for model in adapter_manager.list_adapters().values() for place in _places(model)
     ]
     result["registered"] = _bytes_by_device(registered, seen)
-    result["staged"] = _bytes_by_device([t for stage in _staged.values() for t in stage.tensors.values()], seen)
+    result["staged"] = _bytes_by_device([tensor for stage in _staged.values() for tensor in stage.held()], seen)
     return result
 
 
@@ -511,7 +704,7 @@ def _offload_armed(manager: Any) -> None:
             stage.registered_in.add(manager)
         for observer in observers:
             observer("added", lora_int_id)
-        if _strategy == "offload":
+        if _strategy != "keep" and not (stage is not None and stage.parts):
             offload_in_memory_adapter(manager, lora_int_id)
             for observer in observers:
                 observer("offloaded", lora_int_id)
@@ -524,8 +717,157 @@ def _undo(manager: Any, lora_int_id: int) -> None:
         manager.remove_adapter(lora_int_id)
 
 
+def _check_active() -> None:
+    if _inactive_because:
+        raise RuntimeError(
+            f"the hook is not active in this process: {_inactive_because}; call lora_mem.install() first"
+        )
+
+
+def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequest:
+    """Make a complete adapter the staged one of its id."""
+    from vllm.lora.request import LoRARequest
+
+    before = _staged.get(stage.lora_int_id)
+    if before is not None:
+        stage.registered_in |= before.registered_in
+        before.models.discard(before)
+    _staged[stage.lora_int_id] = stage
+    _offloads.pop(stage.lora_int_id, None)
+    return LoRARequest(
+        lora_name=stage.name,
+        lora_int_id=stage.lora_int_id,
+        lora_path=f"{SCHEME}{stage.lora_int_id}/{stage.version}",
+        load_inplace=load_inplace,
+        is_3d_lora_weight=fused,
+    )
+
+
+def _take_block(nbytes: int) -> HostBlock:
+    """A block of this size that no adapter uses, or a new one."""
+    for index, (block, users) in enumerate(_blocks):
+        if block.nbytes == nbytes and not users:
+            del _blocks[index]
+            block.clear()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # vLLM's last slot copy out of it is asynchronous
+            return block
+    return HostBlock(nbytes, pin=_pin_memory())
+
+
+def _layout(manager: Any, config: dict[str, Any]) -> Layout:
+    """Where tensors of adapters of this config go in this worker; remembered, names are read once."""
+    layouts = _layouts.setdefault(manager, {})
+    key = json.dumps(config, sort_keys=True)
+    if key not in layouts:
+        helper = _peft_helper(config)
+        model = manager._adapter_manager.model
+        layouts[key] = Layout(
+            served_model(manager),
+            lambda names: _names(names, helper, _rename_mapper(model), getattr(model, "lora_skip_prefixes", None)),
+            helper.get_rank_and_scaling,
+        )
+    return layouts[key]
+
+
+def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
+    """Bytes of an adapter's parts, by the modules that its config targets."""
+    served = served_model(manager)
+    wanted = _targets(config)
+    modules = [module for module in served.modules if wanted(module) and module not in served.aliases]
+    if not modules:
+        raise AdapterError(
+            f"adapter_config['target_modules'] is {config['target_modules']!r}, which names no module that this model "
+            "serves with LoRA; correct it, or pass nbytes"
+        )
+    # Where a layer's experts may come in two layouts, one is meant: PEFT writes the fused one for target_parameters.
+    for layouts in served.complete.values():
+        if len(layouts) > 1:
+            other = layouts[0] if config.get("target_parameters") else layouts[1]
+            modules = [module for module in modules if module not in other]
+    names = [f"base_model.model.{module}.lora_{factor}.weight" for module in modules for factor in "AB"]
+    return _layout(manager, config).nbytes(names)
+
+
+def _targets(config: dict[str, Any]) -> Callable[[str], bool]:
+    """PEFT's rule: a regular expression for the whole name, or names of which one is the module's or its ending."""
+    targets = config["target_modules"]
+    parameters = tuple(config.get("target_parameters") or ())
+    if targets == "all-linear":
+        return lambda module: module.rpartition(".")[2] not in ("embed_tokens", "lm_head")
+    if isinstance(targets, str):
+        pattern = re.compile(targets)
+        return lambda module: pattern.fullmatch(module) is not None
+    endings = tuple(f".{target}" for target in targets)
+    # PEFT's fused experts: gate_up_proj is stored as experts.base_layer, down_proj as experts.
+    fused = any("experts" in parameter for parameter in parameters) or "experts" in targets
+
+    def wanted(module: str) -> bool:
+        if fused and (module.endswith((".experts", ".experts.base_layer")) or ".experts." in module):
+            return True
+        return f".{module}".endswith(endings) if endings else False
+
+    return wanted
+
+
+def _model_of_parts(manager: Any, stage: StagedAdapter, request: LoRARequest, helper: PEFTHelper) -> LoRAModel:
+    """A model of vLLM's own classes whose tensors are the parts: already packed, scaled and page-locked."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    served = served_model(manager)
+    modules: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
+    spread: set[str] = set()
+    for part, tensor in stage.parts.items():
+        modules.setdefault(part.module, {})[part.projection, part.is_a] = tensor
+        if tuple(tensor.shape) != part.shape:
+            spread.add(part.module)
+    loras: dict[str, LoRALayerWeights] = {}
+    for module, factors in modules.items():
+        if module not in served.projections:
+            a, b = factors[0, True], factors[0, False]
+            loras[module] = LoRALayerWeights(module, a.shape[0], a.shape[0], a, b, scaling=1)
+            continue
+        count = served.projections[module]
+        repeated = served.repeated.get(module, {})
+        a_list, b_list = [], []
+        for projection in range(count):
+            own = repeated.get(projection, projection)
+            b_list.append(factors[own, False])
+            # In the fused layout gate and up share one A.
+            a_list.append(factors.get((own, True), factors[0, True]))
+        rank = a_list[0].shape[-2]
+        if module in spread:
+            experts = served.local_experts[module]
+            a_list = _Spread(a_list, [experts] * count, manager.device)
+            b_list = _Spread(b_list, [experts] * count, manager.device)
+        loras[module] = PackedLoRALayerWeights(module, rank, [rank] * count, a_list, b_list, [1.0] * count)
+    model = LoRAModel(request.lora_int_id, helper.r, loras, is_3d_lora_weight=request.is_3d_lora_weight)
+    stage.models.add(model)
+    return model
+
+
+class _Spread(list[torch.Tensor]):
+    """Factors of which some are one tensor for all experts, on the host. vLLM's `set_lora` unpacks the list: then, and
+    only then, these cross the link once and are spread over the experts on the device.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], experts: list[int], device: torch.device) -> None:
+        super().__init__(tensors)
+        self.experts = experts
+        self.device = device
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index, experts in enumerate(self.experts):
+            tensor = self[index]
+            if tensor.shape[0] == experts:
+                yield tensor
+            else:
+                yield tensor.to(self.device, non_blocking=True).expand(experts, -1, -1)
+
+
 def _load_staged(original: Callable[..., Any], manager: Any, request: LoRARequest) -> LoRAModel:
-    """vLLM's own `_load_adapter`, with the staged tensors in place of a file's."""
+    """A model of the staged parts, or vLLM's own `_load_adapter` with the staged tensors in place of a file's."""
     stage = _staged.get(request.lora_int_id)
     if stage is None:
         raise AdapterError(
@@ -533,6 +875,9 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
             "vLLM worker runs: it was dropped, or stage_adapter was called in another process; with several processes "
             "call it in each worker through collective_rpc"
         )
+    if stage.parts:
+        helper = _peft_helper(stage.config)
+        return _model_of_parts(manager, stage, request, helper)
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
     had_own = "_lora_model_cls" in vars(manager)
@@ -622,6 +967,15 @@ def _changed(request: LoRARequest, **changes: Any) -> LoRARequest:
 # ----------------------------------------------------------------------------------------------- what an engine serves
 
 
+def _check_id_and_name(lora_int_id: int, name: str | None, *, load_inplace: bool) -> str:
+    _check_id(lora_int_id, load_inplace=load_inplace)
+    name = name or f"lora_mem-{lora_int_id}"
+    same_name = [other.lora_int_id for other in _staged.values() if other.name == name]
+    if same_name and same_name != [lora_int_id]:
+        raise AdapterError(f"name {name!r} is in use by adapter {same_name[0]}; vLLM tells requests apart by name")
+    return name
+
+
 def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
     if isinstance(lora_int_id, bool) or not isinstance(lora_int_id, int) or lora_int_id < 1:
         raise AdapterError(f"lora_int_id is {lora_int_id!r}; it must be an integer of 1 or more")
@@ -635,40 +989,72 @@ def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
             raise AdapterError(f"lora_int_id {lora_int_id} is in use: vLLM has an adapter of its own registered; {how}")
 
 
-def _check_for_engines(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> bool:
-    """Refuse an adapter that no engine of this process could serve; returns whether its experts are fused (3D)."""
+def _engines() -> list[Any]:
+    return [manager for manager in _managers if hasattr(manager, "_adapter_manager")]
+
+
+def _check_for_engines(tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> tuple[Any, str]:
+    """Refuse an adapter that no engine of this process could serve.
+
+    Returns the one engine that can, or None and why there is no such one.
+    """
     refusals: list[AdapterError] = []
-    managers = [manager for manager in _managers if hasattr(manager, "_adapter_manager")]
+    managers = _engines()
+    able = []
     for manager in managers:
         try:
             _check_for_manager(manager, tensors, config)
+            able.append(manager)
         except AdapterError as error:
             refusals.append(error)
-    if managers and len(refusals) == len(managers):
+    if managers and not able:
         raise refusals[-1]
     if not managers:
         helper = _peft_helper(config)
         names = _names(tensors, helper, None, ())
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        staging.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), None)
-    return any(".experts.base_layer." in key for key in tensors)
+        checking.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), None)
+        return None, "no vLLM engine with LoRA in this process yet"
+    if config.get("modules_to_save"):
+        return None, "it has full modules (modules_to_save), which only vLLM itself loads"
+    if len(able) > 1:
+        return None, f"{len(able)} engines of this process could serve it"
+    return able[0], ""
+
+
+def _only_engine(config: dict[str, Any]) -> tuple[Any, str]:
+    """The one engine of this process, or None and why there is no such one."""
+    managers = _engines()
+    if len(managers) != 1:
+        return None, f"this process has {len(managers)} vLLM engines with LoRA, and it must have one"
+    _check_config(managers[0], config)
+    if config.get("modules_to_save"):
+        return None, "it has full modules (modules_to_save), which only vLLM itself loads; use stage_adapter"
+    return managers[0], ""
 
 
 def _check_for_manager(manager: Any, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:
     """Refuse an adapter that this worker cannot serve in full, before vLLM touches anything."""
+    helper = _check_config(manager, config)
+    model = manager._adapter_manager.model
+    names = _names(tensors, helper, _rename_mapper(model), getattr(model, "lora_skip_prefixes", None))
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    served = served_model(manager)
+    checking.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
+
+
+def _check_config(manager: Any, config: dict[str, Any]) -> PEFTHelper:
     helper = _peft_helper(config)
     try:
         helper.validate_legal(manager.lora_config)
     except ValueError as error:
         raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
-    model = manager._adapter_manager.model
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is not None and hasattr(mapper, "get_rename_mapper"):
-        mapper = mapper.get_rename_mapper()
-    names = _names(tensors, helper, mapper, getattr(model, "lora_skip_prefixes", None) or ())
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    served = served_model(manager)
-    staging.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
+    return helper
+
+
+def _rename_mapper(model: Any) -> Any:
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
 
 
 def _peft_helper(config: dict[str, Any]) -> PEFTHelper:
@@ -680,9 +1066,7 @@ def _peft_helper(config: dict[str, Any]) -> PEFTHelper:
         raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
 
 
-def _names(
-    tensors: Mapping[str, torch.Tensor], helper: PEFTHelper, mapper: Any, skip_prefixes: Any
-) -> dict[str, TensorName]:
+def _names(tensors: Iterable[str], helper: PEFTHelper, mapper: Any, skip_prefixes: Any) -> dict[str, TensorName]:
     """What each tensor's name says, read by vLLM's own parser; without those that vLLM skips."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
@@ -702,7 +1086,7 @@ def _names(
         names[key] = TensorName(module, peft_module, is_a, is_full=module in full)
     if unreadable:
         raise AdapterError(
-            f"names that are not PEFT's: {', '.join(staging.compact(unreadable))}; a factor is called "
+            f"names that are not PEFT's: {', '.join(checking.compact(unreadable))}; a factor is called "
             "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
             "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
         )
@@ -724,15 +1108,22 @@ def _read_served_model(manager: Any) -> ServedModel:
     adapters = manager._adapter_manager
     modules: dict[str, ServedModule] = {}
     complete: dict[str, tuple[frozenset[str], ...]] = {}
+    local_experts: dict[str, int] = {}
+    projections: dict[str, int] = {}
+    repeated: dict[str, dict[int, int]] = {}
+    use_ep = False
     for name, layer in adapters.modules.items():
         if isinstance(layer, layers.FusedMoEWithLoRA):
             layouts = _expert_layouts(adapters, name, layer)
             for layout in layouts:
                 modules.update(layout)
             complete[name] = tuple(
-                frozenset(adapters._restrict_to_local_experts(name, list(layout)) if len(layout) > 3 else layout)
-                for layout in layouts
+                frozenset(module for module, takes in layout.items() if takes.expert != -1) for layout in layouts
             )
+            local_experts[name] = layer.local_num_experts
+            projections[name] = 2 if isinstance(layer, layers.FusedMoE3DWithLoRA) else 3
+            repeated[name] = {2: 0} if adapters._is_non_gated_moe else {}
+            use_ep = use_ep or layer.use_ep
         else:
             modules.update(_linear_modules(adapters, name, layer))
 
@@ -762,6 +1153,12 @@ def _read_served_model(manager: Any) -> ServedModel:
         ignored=lambda module: module in untargeted or (bool(not_here) and f"{module}.".startswith(not_here)),
         max_lora_rank=manager.lora_config.max_lora_rank,
         expert_help=_expert_help(adapters),
+        dtype=manager.lora_config.lora_dtype,
+        local_experts=local_experts,
+        projections=projections,
+        repeated=repeated,
+        share=not use_ep,  # vLLM would unpack the factors once more to slice them
+        aliases=frozenset(aliases),
     )
 
 
@@ -777,26 +1174,58 @@ def _expert_layouts(adapters: Any, name: str, layer: Any) -> list[dict[str, Serv
     up, down = (hidden, intermediate), (intermediate, hidden)
     children = adapters.packed_modules.get(name, [])
 
+    local = slice(0, experts)
+    if layer.use_ep:
+        local = slice(layer.ep_rank * layer.local_num_experts, (layer.ep_rank + 1) * layer.local_num_experts)
+    everything = slice(None)
+
     if adapters._enable_moe_shared_loras:
         one, all_ = (1,), (experts,)
         return [
             {
-                children[0]: ServedModule(*up, stacked=(one, all_), rank_multiple=multiple),
-                children[1]: ServedModule(*down, stacked=(all_, one), rank_multiple=multiple),
-                children[2]: ServedModule(*up, stacked=(one, all_), rank_multiple=multiple),
+                child: ServedModule(
+                    *(down if projection == 1 else up),
+                    stacked=(all_, one) if projection == 1 else (one, all_),
+                    rank_multiple=multiple,
+                    packed_in=name,
+                    projections=((projection, everything),),
+                    local=local,
+                )
+                for projection, child in enumerate(children)
             }
         ]
+    halves: tuple[tuple[int, slice], ...] = ((0, everything),)
+    if not adapters._is_3d_moe_model:
+        # Mixed format: the 2D layer takes gate (w1) and up (w3) apart, and in GPT-OSS's checkpoints they alternate.
+        interleaved = adapters.model.config.architectures[0] == "GptOssForCausalLM"
+        gate, up_rows = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if interleaved
+            else (
+                slice(0, intermediate),
+                slice(intermediate, None),
+            )
+        )
+        halves = ((0, gate), (2, up_rows))
+    whole: dict[str, Any] = {"experts": experts, "rank_multiple": multiple, "packed_in": name, "local": local}
     fused = {
-        f"{name}.base_layer": ServedModule(hidden, 2 * intermediate, experts=experts, rank_multiple=multiple),
-        name: ServedModule(intermediate, hidden, experts=experts, rank_multiple=multiple),
+        f"{name}.base_layer": ServedModule(hidden, 2 * intermediate, projections=halves, **whole),
+        name: ServedModule(intermediate, hidden, projections=((1, everything),), **whole),
     }
     if not children:
         return [fused]
     # vLLM lists them expert by expert: w1 (gate), w2 (down), and w3 (up) where the MoE is gated.
     kinds = [up, down] if adapters._is_non_gated_moe else [up, down, up]
-    split = {
-        child: ServedModule(*kinds[index % len(kinds)], rank_multiple=multiple) for index, child in enumerate(children)
-    }
+    split = {}
+    for index, child in enumerate(children):
+        expert, projection = divmod(index, len(kinds))
+        split[child] = ServedModule(
+            *kinds[projection],
+            rank_multiple=multiple,
+            packed_in=name,
+            projections=((projection, everything),),
+            expert=expert - local.start if local.start <= expert < local.stop else -1,
+        )
     return [split, fused] if adapters._enable_mixed_moe_lora_format else [split]
 
 
@@ -857,7 +1286,8 @@ def _places(model: LoRAModel) -> Iterator[offload.Place]:
                 if isinstance(value, tuple):
                     value = list(value)
                     setattr(lora, factor, value)
-                yield from ((value, index) for index, tensor in enumerate(value) if tensor is not None)
+                # By index: a _Spread puts its factors on the device when it is iterated over.
+                yield from ((value, index) for index in range(len(value)) if value[index] is not None)
             elif value is not None:
                 yield lora, factor
     for full in getattr(model, "modules_to_save", {}).values():

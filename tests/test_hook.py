@@ -1,4 +1,4 @@
-"""Installing, uninstalling, what is wrapped, what a loaded adapter costs at each step, and vLLM's facts that all rests on."""
+"""Installing, uninstalling, what is wrapped, what a loaded adapter costs a step, and the facts about vLLM relied on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_status_says_what_is_wrapped_and_why_it_is_inactive(hook):
     assert status.wrapped["WorkerLoRAManager"]["add_adapter"] == "not wrapped"
     with pytest.raises(RuntimeError, match=r"not active in this process: uninstall\(\) was called"):
         hook.stage_adapter(1, {}, {})
-    with pytest.raises(ValueError, match="strategy is 'fast'; allowed are 'offload' and 'keep'"):
+    with pytest.raises(ValueError, match="strategy is 'fast'; allowed are 'stage', 'offload' and 'keep'"):
         hook.install("fast")
 
 
@@ -117,7 +117,7 @@ def test_a_method_defined_on_one_class_only_is_wrapped_there(hook, monkeypatch, 
     offloaded = []
     monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda manager, i: offloaded.append(i))
     monkeypatch.setattr(hook, "_load_staged", lambda original, manager, request: original(manager, request))
-    hook.install()
+    hook.install("offload")
     manager = other()
     manager.loaded = set()
     ours = LoRARequest("ours", 1, hook.SCHEME + "1/1")

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem import staging  # noqa: E402
-from lora_mem.staging import AdapterError, ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
+from lora_mem import checking  # noqa: E402
+from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
 
 EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
 SERVED = ServedModel(
@@ -139,16 +139,16 @@ def test_tensors_of_the_wrong_kind_are_refused():
         ({"a": good.to(torch.float8_e4m3fn)}, "cannot cast a"),
     ]:
         with pytest.raises(AdapterError, match=message):
-            staging.check_tensors(tensors)
-    staging.check_tensors({"a": torch.nn.Parameter(good), "b": good.half(), "c": good.double()})
+            checking.check_tensors(tensors)
+    checking.check_tensors({"a": torch.nn.Parameter(good), "b": good.half(), "c": good.double()})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_are_looked_at_only_when_asked(value):
     tensors = {"good": torch.zeros(2), "bad": torch.tensor([1.0, value])}
-    staging.check_tensors(tensors)
+    checking.check_tensors(tensors)
     with pytest.raises(AdapterError, match="NaN or Inf in bad"):
-        staging.check_tensors(tensors, check_finite=True)
+        checking.check_tensors(tensors, check_finite=True)
 
 
 def test_a_config_may_be_a_dict_or_an_object():
@@ -164,8 +164,8 @@ def test_a_config_may_be_a_dict_or_an_object():
 
     expected = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     for config in (dataclasses.asdict(Config()), Config(), WithToDict()):
-        assert staging.plain_config(config) == expected
-    assert staging.plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
+        assert checking.plain_config(config) == expected
+    assert checking.plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
     for config, message in [
         (3, "adapter_config is a int"),
         ({"lora_alpha": 1}, r"adapter_config\['r'\] is None"),
@@ -175,7 +175,7 @@ def test_a_config_may_be_a_dict_or_an_object():
         ({"r": 8, "lora_alpha": -1}, r"adapter_config\['lora_alpha'\] is -1"),
     ]:
         with pytest.raises(AdapterError, match=message):
-            staging.plain_config(config)
+            checking.plain_config(config)
 
 
 def test_many_names_are_written_as_ranges_and_few_in_full():
