@@ -10,25 +10,27 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from lora_mem.scenarios import Life, Phase, Round
+    from lora_mem.vllm_hook import Strategy
 
 RANK = 16
 HOLDERS = ("slots", "registered", "staged")
-TITLES = {
-    "keep": "Without the offload (keep): what was received stays where it is",
-    "offload": "With it (offload): vLLM's slots stay, the rest goes to the host",
+STRATEGIES: dict[Strategy, str] = {
+    "keep": "Without the hook's help (keep): what was received, and what vLLM packs from it, stay where they are",
+    "offload": "With it (offload): once vLLM's slots hold the adapter, the rest goes to the host",
+    "stage": "With it (stage, the default): received straight into host memory, as vLLM packs it",
 }
 CPU_NOTE = """\
-There is no GPU here, so vLLM's CPU engine ran it. Host memory and "GPU" memory are the same memory on this machine: the
-offload finds everything on the host already and moves nothing. On a GPU, staged and registered are on cuda:0; with the
-offload both are on cpu from "offloaded" on, page-locked, and the GPU's allocated and reserved bytes are back at "rest".
-That the rebuilt adapter is the same to the bit is checked here as it is there."""
+There is no GPU here, so vLLM's CPU engine ran it: host memory and "GPU" memory are the same, and there is nothing
+to move. On a GPU, staged and registered are on cuda:0 with keep; with offload they are on cpu from "offloaded" on, and
+with stage from the start, page-locked, and the GPU's allocated and reserved bytes are back at those of "rest".
+That a rebuilt adapter is the same to the bit is checked here as it is there."""
 SHARED_NOTE = "Memory that two holders share is counted once, for the left one."
 
 
@@ -48,7 +50,7 @@ def main() -> int:
     # Wide enough for every figure where the output is no terminal.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     for life in lives:
-        console.print(f"\n{TITLES[life.strategy]}", style="bold")
+        console.print(f"\n{STRATEGIES[cast('Strategy', life.strategy)]}", style="bold")
         console.print(_phases(life, gpu))
     console.print(SHARED_NOTE)
     if not gpu:
@@ -56,16 +58,22 @@ def main() -> int:
     checks = _checks(lives, rounds)
     console.print(_equal(checks))
     equal = all(all(row.values()) for row in checks.values())
-    left = {phase.name: _left(phase, lives[1].phase("rest")) for phase in lives[1].phases} if gpu else {}
-    left = {name: size for name, size in left.items() if name in ("offloaded", "evicted", "rebuilt") and size > 0}
-    if left:
-        console.print(f"With the offload the GPU still holds more than at rest, in bytes: {left}", style="bold red")
+    left = _left_on_gpu(lives) if gpu else []
+    for line in left:
+        console.print(line, style="bold red")
     return 0 if equal and not left else 1
 
 
-def _left(phase: Phase, rest: Phase) -> int:
-    """Bytes of the GPU that a phase holds above rest, allocated or reserved."""
-    return max(phase.allocated - rest.allocated, phase.reserved - rest.reserved)
+def _left_on_gpu(lives: list[Life]) -> list[str]:
+    """What the GPU holds above rest in phases where the adapter should be on the host; a line each."""
+    lines = []
+    for life in lives[1:]:
+        rest = life.phase("rest")
+        for phase in life.phases:
+            size = max(phase.allocated - rest.allocated, phase.reserved - rest.reserved)
+            if phase.name in ("offloaded", "evicted", "rebuilt") and size > 0:
+                lines.append(f"{life.strategy}: the GPU holds {size:,} bytes more when {phase.name} than at rest")
+    return lines
 
 
 def _run(gpu: bool) -> tuple[list[Life], list[Round]]:
@@ -74,7 +82,7 @@ def _run(gpu: bool) -> tuple[list[Life], list[Round]]:
     with tempfile.TemporaryDirectory() as directory:
         config = scenarios.TINY_MOE if gpu else scenarios.TINY_DENSE
         llm = scenarios.start_engine(scenarios.write_model(f"{directory}/model", config), max_lora_rank=RANK)
-        lives = [scenarios.adapter_life(llm, strategy, rank=RANK) for strategy in ("keep", "offload")]
+        lives = [scenarios.adapter_life(llm, strategy, rank=RANK) for strategy in STRATEGIES]
         device = "cuda" if gpu else "cpu"
         manager = scenarios.only_manager()
         # Two in turn: with one slot and one place in the host cache each load evicts the other.
@@ -109,29 +117,25 @@ def _row(phase: Phase, gpu: bool) -> Iterator[str]:
 
 
 def _checks(lives: list[Life], rounds: list[Round]) -> dict[str, dict[str, bool]]:
-    """What must be equal to the bit: {what: {against what: whether it is}}."""
-    keep, offload = lives
-    against = {
-        "tokens": (keep.tokens == offload.tokens, [life.tokens == life.rebuilt_tokens for life in lives]),
-        "log-probabilities": (
-            keep.logprobs == offload.logprobs,
-            [life.logprobs == life.rebuilt_logprobs for life in lives],
-        ),
-        "slots": (keep.slots == offload.slots, [life.slots == life.rebuilt_slots for life in lives]),
+    """What must be equal to the bit: {what: {between what: whether it is}}."""
+    first = lives[0]
+    strategies = {
+        "tokens": all(life.tokens == first.tokens for life in lives),
+        "log-probabilities": all(life.logprobs == first.logprobs for life in lives),
+        "slots": all(life.slots == first.slots for life in lives),
+    }
+    rebuilt = {
+        "tokens": all(life.tokens == life.rebuilt_tokens for life in lives),
+        "log-probabilities": all(life.logprobs == life.rebuilt_logprobs for life in lives),
+        "slots": all(life.slots == life.rebuilt_slots for life in lives),
     }
     directory = {
         "tokens": all(one.tokens_equal for one in rounds),
         "log-probabilities": all(one.logprobs_equal for one in rounds),
         "slots": all(one.slots_equal for one in rounds),
     }
-    return {
-        what: {
-            "with and without offload": strategies,
-            "loaded and rebuilt": all(rebuilt),
-            "memory and directory": directory[what],
-        }
-        for what, (strategies, rebuilt) in against.items()
-    }
+    columns = {"all strategies": strategies, "loaded and rebuilt": rebuilt, "memory and directory": directory}
+    return {what: {name: column[what] for name, column in columns.items()} for what in strategies}
 
 
 def _equal(checks: dict[str, dict[str, bool]]) -> Table:
@@ -153,19 +157,17 @@ def _quiet() -> Iterator[None]:
         saved = [os.dup(1), os.dup(2)]
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        failed: Any = None
+        failed = True
         try:
             yield
-        except BaseException as error:
-            failed = error
-            raise
+            failed = False
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             for number, descriptor in enumerate(saved, 1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
-            if failed is not None:
+            if failed:
                 log.seek(0)
                 sys.stderr.write(log.read())
 

@@ -37,23 +37,21 @@ EQUAL = Round(0, tokens_equal=True, logprobs_equal=True, slots_equal=True, left_
     ],
 )
 def test_exit_code_tells_whether_all_is_equal(monkeypatch, capsys, changes, round_changes, code):
-    lives = [life("keep"), life("offload", **changes)]
+    lives = [life("keep"), life("offload", **changes), life("stage")]
     monkeypatch.setattr(demo, "_run", lambda gpu: (lives, [dataclasses.replace(EQUAL, **round_changes)]))
     assert demo.main() == code
     assert ("DIFFERENT" in capsys.readouterr().out) == bool(code)
 
 
 def test_memory_left_on_a_gpu_is_a_failure(monkeypatch, capsys):
-    offload = life("offload")
-    left = tuple(
-        dataclasses.replace(phase, reserved=2512) if phase.name == "rebuilt" else phase for phase in offload.phases
-    )
-    lives = [life("keep"), dataclasses.replace(offload, phases=left)]
+    phases = life("stage").phases
+    left = (*phases[:-1], dataclasses.replace(phases[-1], reserved=2512))
+    lives = [life("keep"), life("offload"), life("stage", phases=left)]
     monkeypatch.setattr(demo, "_run", lambda gpu: (lives, [EQUAL]))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     assert demo.main() == 1
-    assert "{'rebuilt': 512}" in capsys.readouterr().out
+    assert "stage: the GPU holds 512 bytes more when rebuilt" in capsys.readouterr().out
 
 
 def test_what_was_kept_quiet_is_shown_when_it_fails(capfd):
