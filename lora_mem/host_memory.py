@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -45,6 +45,7 @@ class _Mapping(mmap.mmap):
         if self.registered_at and not sys.is_finalizing():
             torch.cuda.synchronize()  # a copy from or to it may still be under way
             torch.cuda.cudart().cudaHostUnregister(self.registered_at)
+            HostBlock.pinned_bytes -= len(self)
 
 
 class HostBlock:
@@ -59,6 +60,9 @@ class HostBlock:
         pinned: whether every view of this block answers `is_pinned()` with True.
         unpinned_because: the reason, or None.
     """
+
+    pinned_bytes: ClassVar[int] = 0
+    """Bytes that all blocks of this process have page-locked now."""
 
     def __init__(self, nbytes: int, *, pin: bool = True) -> None:
         if nbytes < 0:
@@ -123,6 +127,7 @@ class HostBlock:
         if error:
             return f"cudaHostRegister of {self.nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
         mapping.registered_at = address
+        HostBlock.pinned_bytes += len(mapping)
         return None
 
 

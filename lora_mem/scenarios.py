@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_mem import vllm_hook
+from lora_mem.checking import ServedModule
 from lora_mem.layers import Experts
 from lora_mem.shapes import ModelShape
 
@@ -143,10 +144,7 @@ def random_adapter(
     for module, takes in served.modules.items():
         if not wanted(module) or takes.in_features is None or takes.out_features is None:
             continue
-        a = [takes.experts * rank, takes.in_features]
-        b = [takes.out_features, takes.experts * rank]
-        if takes.stacked is not None:
-            a, b = [max(takes.stacked[0]), *a], [max(takes.stacked[1]), *b]
+        a, b = factor_shapes(takes, rank)
         embedding = module.rpartition(".")[2] == "embed_tokens"
         prefix = f"base_model.model.{module}."
         tensors[prefix + ("lora_embedding_A" if embedding else "lora_A.weight")] = factor(*a)
@@ -154,6 +152,16 @@ def random_adapter(
     plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "bias": "none"}
     targets = sorted({name.split(".")[-3] for name in tensors if name.endswith(".weight")})
     return tensors, {**plain, "target_modules": targets, **config}
+
+
+def factor_shapes(takes: ServedModule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A and B for a module that says what it takes."""
+    assert takes.in_features is not None
+    assert takes.out_features is not None
+    a, b = (takes.experts * rank, takes.in_features), (takes.out_features, takes.experts * rank)
+    if takes.stacked is None:
+        return a, b
+    return (takes.stacked[0][0], *a), (takes.stacked[1][0], *b)
 
 
 def save_adapter(directory: str | Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> str:
@@ -168,7 +176,7 @@ def save_adapter(directory: str | Path, tensors: dict[str, torch.Tensor], config
     return str(path)
 
 
-def generate(llm: Any, request: Any, max_tokens: int = 16) -> tuple[list[int], list[float]]:
+def generate(llm: Any, request: Any, max_tokens: int = 8) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probabilities for a fixed prompt."""
     from vllm import SamplingParams
 
@@ -287,7 +295,7 @@ def adapter_life(
 
     def mark(name: str) -> None:
         nonlocal began
-        _synchronize()
+        synchronize()
         milliseconds = (time.perf_counter() - began) * 1e3
         phases.append(_snapshot(name, None if name == "rest" else milliseconds, manager))
         began = time.perf_counter()
@@ -352,7 +360,8 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the device, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -292,6 +293,11 @@ class Receiver:
         for part, members in together.items():
             self._take_members(part, members)
 
+    @property
+    def waited(self) -> float:
+        """Seconds that taking tensors was held up by copies under way."""
+        return self._copies.waited
+
     def finish(self) -> None:
         """Wait until everything has arrived in the block.
 
@@ -394,6 +400,7 @@ class _DeviceCopies:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._bytes = 0
+        self.waited = 0.0
         self._also: dict[torch.device, torch.cuda.Stream] = {}
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -425,7 +432,9 @@ class _DeviceCopies:
 
     def _wait_for_oldest(self) -> None:
         event, source = self._under_way.popleft()
+        began = time.perf_counter()
         event.synchronize()
+        self.waited += time.perf_counter() - began
         self._bytes -= source.nbytes
 
 

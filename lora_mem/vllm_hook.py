@@ -413,6 +413,15 @@ class Stage:
             raise AdapterError(f"tensors is a {type(tensors).__name__}; it must be a dict of PEFT names to tensors")
         receiver.add_all(tensors.items())
 
+    @property
+    def waited(self) -> float:
+        """Seconds so far that adding was held up by copies to the host."""
+        return self._receiving().waited
+
+    def finish(self) -> None:
+        """Wait for the copies and check that nothing is missing, as `commit` does first."""
+        self._receiving().finish()
+
     def commit(self) -> LoRARequest:
         """Wait for the copies, check that nothing is missing, and stage the adapter; returns the request to use.
 

@@ -41,8 +41,8 @@ def fast_and_slow(module):
 )
 def test_memory_equals_directory_through_evictions_and_rebuilds(llm, manager, tmp_path, options, config, strategy):
     adapters = [adapter(manager, seed, **options, **config) for seed in (1, 2)]
-    rounds = scenarios.memory_against_directory(llm, tmp_path, adapters, rounds=4, strategy=strategy)
-    assert len(rounds) == 8  # with one slot and one place in the host cache each load evicts the other adapter
+    rounds = scenarios.memory_against_directory(llm, tmp_path, adapters, rounds=3, strategy=strategy)
+    assert len(rounds) == 6  # with one slot and one place in the host cache each load evicts the other adapter
     for one in rounds:
         assert one.slots_equal, one
         assert one.tokens_equal, one
@@ -141,7 +141,7 @@ def test_a_new_version_in_place_is_loaded_once_and_not_at_each_step(llm, hook, m
     first = scenarios.generate(llm, hook.stage_adapter(1, *adapter(manager, 1)))
     request = hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)
     assert request.load_inplace
-    second = scenarios.generate(llm, request)  # 16 steps
+    second = scenarios.generate(llm, request)  # 8 steps
     assert second == scenarios.generate(llm, request)
     assert loads == ["loaded"] * 2
     assert second[0] != first[0]
@@ -197,7 +197,7 @@ def refusals(hook, manager):
         "B transposed": (
             (2, changed(**{"B.weight": b.t()}), config),
             {},
-            r"q_proj B is \[8, 256\], expected \[256, 8\]",
+            r"q_proj.* is \[8, 256\], expected \[256, 8\]",
         ),
         "one output too many": (
             (2, changed(**{"B.weight": torch.zeros(257, 8)}), config),

@@ -70,7 +70,6 @@ TINY_NEMOTRON: dict[str, Any] = {
     "intermediate_size": 256,
     "num_hidden_layers": 4,
     "hybrid_override_pattern": "ME*E",
-    "layers_block_type": ["mamba", "moe", "attention", "moe"],
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,

