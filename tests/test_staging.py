@@ -228,7 +228,7 @@ def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, con
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_block_is_filled_to_the_byte_with_what_vllm_would_register(layout):
-    manager, layer = worker(layout)
+    manager, _ = worker(layout)
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
     tensors = adapter(layout, torch.Generator().manual_seed(0), torch.bfloat16, False)
     receiver = receive(manager, tensors, config, [list(tensors)])
@@ -267,7 +267,7 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
 
     def attempt(message, *chunks):
         receiver = receive_into(manager, config, tensors, block)
-        with pytest.raises(AdapterError, match=message):
+        with pytest.raises(AdapterError, match=message):  # noqa: PT012
             for chunk in chunks:
                 receiver.add_all(chunk.items())
             receiver.finish()
