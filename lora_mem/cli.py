@@ -213,6 +213,14 @@ def _gib(name: str, value: float) -> int:
     return round(value * 1024**3)
 
 
+@app.command()
+def demo() -> None:
+    """An adapter's life in a real vLLM engine on this machine, with the hook and without."""
+    from lora_mem.demo import main as run
+
+    raise typer.Exit(run())
+
+
 def _names(target_modules: str) -> str | list[str]:
     names = [name.strip() for name in target_modules.split(",")]
     return names[0] if len(names) == 1 else names

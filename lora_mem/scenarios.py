@@ -11,12 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lora_mem import vllm_hook
 from lora_mem.checking import ServedModule
+from lora_mem.layers import Experts
+from lora_mem.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
 
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -71,6 +76,10 @@ def start_engine(model: str, **options: Any) -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker in this process, where the hook is
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        # Log-probabilities go through torch.compile, also in an eager engine: it needs a C++ compiler, and seconds.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        torch.set_num_threads(1)  # for a model this small, several threads mostly wait for each other
     from vllm import LLM
 
     defaults: dict[str, Any] = {
@@ -444,3 +453,38 @@ def _device_memory() -> tuple[int, int]:
     if not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def pack_with_vllm(shape: ModelShape, model: LoRAModel) -> LoRAModel:
+    """Pack an adapter as vLLM does when it registers it, in place and by vLLM's own code, but without an engine.
+
+    Args:
+        shape: of the model that would serve it.
+        model: as `LoRAModel.from_lora_tensors` returns it.
+    """
+    from vllm.lora.model_manager import LoRAModelManager
+
+    manager = object.__new__(LoRAModelManager)  # its constructor needs the model; packing reads no more than this
+    manager.modules = {}
+    manager.is_pooling_model = manager._is_non_gated_moe = manager._enable_moe_shared_loras = False
+    manager.packed_modules = {}
+    for path, module in shape.modules():
+        if isinstance(module, Experts):
+            names = [f"{path}.{expert}.{child}" for expert in range(module.num_experts) for child in module.children]
+            manager.packed_modules[path] = names
+        elif len(module.children) > 1:
+            parent = path.rpartition(".")[0]
+            manager.packed_modules[path] = [f"{parent}.{child.name}" for child in module.children]
+    manager._create_merged_loras_inplace(model)
+    return model
+
+
+def factors(model: LoRAModel) -> dict[str, torch.Tensor]:
+    """The tensors of a `LoRAModel`, packed or not, by module and factor."""
+    found: dict[str, torch.Tensor] = {}
+    for module, lora in model.loras.items():
+        for factor in ("lora_a", "lora_b"):
+            value = getattr(lora, factor)
+            for index, tensor in enumerate(value if isinstance(value, list) else [value]):
+                found[f"{module}.{factor}[{index}]" if isinstance(value, list) else f"{module}.{factor}"] = tensor
+    return found

@@ -1,0 +1,50 @@
+PYTHON ?= python3
+MODEL ?= Qwen/Qwen3-30B-A3B
+RANK ?= 64
+
+ifdef LORA_MEM_PYTHON
+# An interpreter that has vLLM already: nothing is installed into it, not even this package.
+PY := $(LORA_MEM_PYTHON)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := .venv/bin/python
+endif
+
+# Torch's profiler and vLLM write to stderr, which nbval compares.
+QUIET := KINETO_LOG_LEVEL=6 VLLM_LOGGING_LEVEL=ERROR
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: help env demo test notebooks lab clean
+
+help:
+	@echo "make demo       the size of an adapter, then its life in a real vLLM engine, with the hook and without"
+	@echo "make test       lint, types, tests and notebooks"
+	@echo "make notebooks  run the notebooks and save them with their output"
+	@echo "make lab        open the notebooks in JupyterLab"
+	@echo "make clean      remove .venv and what tools left behind"
+	@echo "Each makes .venv first if needed. PYTHON=$(PYTHON) makes it; LORA_MEM_DEVICE=gpu|cpu chooses the vLLM;"
+	@echo "LORA_MEM_PYTHON=/path/python uses an interpreter that has vLLM already."
+
+env:
+	@$(PYTHON) scripts/setup_env.py
+
+demo: env
+	$(PY) -m lora_mem size $(MODEL) --rank $(RANK)
+	$(PY) -m lora_mem.demo
+
+test: env
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest
+	$(QUIET) $(PY) -m pytest --nbval --nbval-current-env notebooks
+
+notebooks: env
+	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+
+lab: env
+	$(QUIET) $(PY) -m jupyter lab notebooks
+
+clean:
+	rm -rf .venv setup.log build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
