@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +62,17 @@ class Sync:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Bytes held after one of many syncs: GPU allocated and reserved, page-locked by us and by torch, host resident."""
+
+    allocated: int
+    reserved: int
+    pinned: int
+    pinned_by_torch: int
+    resident: int
+
+
+@dataclass(frozen=True)
 class Bench:
     """What `run` found.
 
@@ -77,6 +90,7 @@ class Bench:
         streamed: bytes a second from an adapter that is on the device to its place on the host, by "stage".
         slot_copy: seconds of one copy of `packed_bytes` from page-locked memory to the device.
         syncs: all.
+        repeats: what is held after each of many more syncs by "stage", if asked for.
     """
 
     device: str
@@ -93,6 +107,7 @@ class Bench:
     streamed: float
     slot_copy: float
     syncs: tuple[Sync, ...] = field(default=())
+    repeats: tuple[Held, ...] = field(default=())
 
     @property
     def tokens_equal(self) -> bool:
@@ -102,9 +117,61 @@ class Bench:
             by_number.setdefault(sync.number, set()).update({sync.tokens, sync.rebuilt_tokens})
         return all(len(found) == 1 for found in by_number.values())
 
+    def table(self) -> tuple[str, list[str], list[list[str]]]:
+        """Title, columns and rows for a terminal: seconds, and bytes in GiB."""
+        columns = ["strategy", "sync", "total s", "add s", "offload s", "rebuild s", "peak", "left", "pinned"]
+        rows = [
+            [
+                sync.strategy,
+                str(sync.number),
+                f"{sync.seconds:.3f}",
+                f"{sync.adding:.3f}",
+                f"{sync.offloading:.3f}",
+                f"{sync.rebuilding:.3f}",
+                f"{sync.peak / 2**30:.3f}",
+                f"{sync.left / 2**30:.3f}",
+                f"{(sync.pinned + sync.pinned_by_torch) / 2**30:.3f}",
+            ]
+            for sync in self.syncs
+        ]
+        limit = f"{self.packed_bytes / self.link:.3f}"
+        rows.append(["link limit", "", limit, "", "", f"{self.slot_copy:.3f}", "", "", ""])
+        predicted = {name: f"{nbytes / 2**30:.4f}" for name, nbytes in self.predicted.items()}
+        title = (
+            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; GiB: packed "
+            f"{self.packed_bytes / 2**30:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
+            f"{self.slot_bytes / 2**30:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
+        )
+        return title, columns, rows
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return {**dataclasses.asdict(self), "tokens_equal": self.tokens_equal}
+
+
+def engine_config(model: str, layers: int | None = None) -> dict[str, Any]:
+    """The config.json for an engine: of the tiny model, of Qwen3-30B-A3B's geometry, or a file's, cut to some layers.
+
+    Raises:
+        ValueError: neither of these, or not so many layers.
+    """
+    if model == "tiny":
+        config = dict(scenarios.TINY_MOE if torch.cuda.is_available() else scenarios.TINY_DENSE)
+    elif model == "Qwen/Qwen3-30B-A3B":
+        config = dict(scenarios.QWEN3_30B_A3B)
+    else:
+        path = Path(model)
+        try:
+            config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        except (OSError, ValueError):
+            raise ValueError(
+                f"model is {model!r}; it must be 'tiny', 'Qwen/Qwen3-30B-A3B' or a path to a config.json"
+            ) from None
+    if layers is not None:
+        if not 1 <= layers <= config["num_hidden_layers"]:
+            raise ValueError(f"layers is {layers}; the model has {config['num_hidden_layers']}")
+        config["num_hidden_layers"] = layers
+    return config
 
 
 def run(
@@ -114,6 +181,7 @@ def run(
     rank: int = 64,
     strategies: tuple[vllm_hook.Strategy, ...] = STRATEGIES,
     syncs: int = 2,
+    repeats: int = 0,
     say: Callable[[str], None] = lambda text: None,
     **engine: Any,
 ) -> Bench:
@@ -125,6 +193,7 @@ def run(
         rank: of the adapter.
         strategies: to compare.
         syncs: versions of the adapter, one after the other; 2 or more.
+        repeats: that many more syncs by "stage", to see that nothing grows.
         say: told what is going on.
         engine: options for vLLM.
     """
@@ -147,7 +216,8 @@ def run(
         packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1)
     vllm_hook.trim()
     link, slot_copy = _link(packed_bytes, device)
-    found = []
+    found: list[Sync] = []
+    held: list[Held] = []
     streamed = 0.0
     for strategy in strategies:
         vllm_hook.install(strategy)
@@ -157,6 +227,9 @@ def run(
         for number in range(1, syncs + 1):
             say(f"{strategy}, sync {number}")
             found.append(_sync(llm, manager, strategy, number, transport, transport_alone))
+        if strategy == "stage" and repeats:
+            say(f"{repeats} more syncs")
+            held = [_repeat(llm, transport, syncs + 1 + number) for number in range(repeats)]
         vllm_hook.drop_adapter(1)
         vllm_hook.drop_adapter(2)
         vllm_hook.release_device_memory()
@@ -175,6 +248,7 @@ def run(
         streamed=streamed,
         slot_copy=slot_copy,
         syncs=tuple(found),
+        repeats=tuple(held),
     )
 
 
@@ -275,7 +349,6 @@ def _sync(
         llm.llm_engine.add_lora(request)
     rebuild = rebuilding()
     rebuilt_tokens, _ = scenarios.generate(llm, request)
-    torch_stats = torch.cuda.host_memory_stats() if gpu and hasattr(torch.cuda, "host_memory_stats") else {}
     return Sync(
         strategy=strategy,
         number=number,
@@ -290,10 +363,28 @@ def _sync(
         left=after[0] - rest[0],
         left_reserved=after[1] - rest[1],
         pinned=HostBlock.pinned_bytes,
-        pinned_by_torch=int(torch_stats.get("allocated_bytes.current", 0)),
+        pinned_by_torch=_pinned_by_torch(),
         tokens=tuple(tokens),
         rebuilt_tokens=tuple(rebuilt_tokens),
     )
+
+
+def _repeat(llm: Any, transport: Transport, version: int) -> Held:
+    with vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
+        for chunk in transport.chunks(version):
+            stage.add_all(chunk)
+            del chunk
+        request = stage.commit()
+    llm.llm_engine.add_lora(request)
+    scenarios.synchronize()
+    vllm_hook.release_device_memory()
+    return Held(*_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
+
+
+def _pinned_by_torch() -> int:
+    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def _evict(llm: Any, manager: Any) -> None:

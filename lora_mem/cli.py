@@ -189,7 +189,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
     table = Table(title=title)
     for index, column in enumerate(columns):
-        numbers = column in ("bytes", "GiB")
+        numbers = column in ("bytes", "GiB") or column.endswith(" s")
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
     for row in rows:
         table.add_row(*row)
@@ -214,6 +214,47 @@ def _gib(name: str, value: float) -> int:
 
 
 @app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="tiny, Qwen/Qwen3-30B-A3B, or a path to a config.json.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(help="Cut the model to so many layers.")] = None,
+    rank: Rank = 64,
+    strategy: Annotated[str, typer.Option(help="keep, offload, stage, or all.")] = "all",
+    syncs: Annotated[int, typer.Option(help="Versions of the adapter, 2 or more.")] = 2,
+    repeats: Annotated[int, typer.Option(help="So many more syncs by stage, to see that nothing grows.")] = 0,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's; room must be left for two adapters.")] = 0.62,
+    as_json: AsJson = False,
+) -> None:
+    """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes."""
+    from lora_mem.bench import STRATEGIES, engine_config, run
+
+    if strategy not in (*STRATEGIES, "all"):
+        _fail(SizingError("strategy", strategy, f"must be one of {', '.join(STRATEGIES)}, all"))
+    if syncs < 2:
+        _fail(SizingError("syncs", syncs, "must be 2 or more: the first one pays for what is reserved once"))
+    try:
+        config = engine_config(model, layers)
+    except ValueError as error:
+        _fail(error)
+    result = run(
+        config,
+        model=model,
+        rank=rank,
+        strategies=tuple(name for name in STRATEGIES if strategy in (name, "all")),
+        syncs=syncs,
+        repeats=repeats,
+        say=lambda text: print(text, file=sys.stderr),
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        title, columns, rows = result.table()
+        _print_table(title, columns, rows)
+        print("tokens equal" if result.tokens_equal else "TOKENS DIFFER")
+    raise typer.Exit(0 if result.tokens_equal else 1)
+
+
+@app.command()
 def demo() -> None:
     """An adapter's life in a real vLLM engine on this machine, with the hook and without."""
     from lora_mem.demo import main as run
@@ -226,7 +267,7 @@ def _names(target_modules: str) -> str | list[str]:
     return names[0] if len(names) == 1 else names
 
 
-def _fail(error: SizingError) -> NoReturn:
+def _fail(error: ValueError) -> NoReturn:
     print(f"lora-mem: {error}", file=sys.stderr)
     raise typer.Exit(2)
 

@@ -55,6 +55,23 @@ TINY_MOE: dict[str, Any] = {
 }
 """The same with 16 routed experts a layer: LoRA on experts needs a GPU."""
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    **TINY_MOE,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+"""The geometry of Qwen/Qwen3-30B-A3B."""
+
 PROMPT = list(range(3, 27))
 
 
@@ -348,14 +365,15 @@ def _snapshot(name: str, milliseconds: float | None, manager: Any) -> Phase:
         reserved=torch.cuda.memory_reserved() if gpu else 0,
         peak=torch.cuda.max_memory_allocated() if gpu else 0,
         device_used=total - free,
-        host_resident=_resident(),
+        host_resident=resident(),
     )
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     return phase
 
 
-def _resident() -> int:
+def resident() -> int:
+    """Bytes of host memory that this process has resident."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -155,7 +155,9 @@ def measure(case: Case) -> dict[str, Any]:
         "dtype": "bfloat16",
     }
     if on_gpu:
-        engine |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "gpu_memory_utilization": 0.8}
+        engine |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
+        # A small share and a small cache: only the slots matter, and several cases can run side by side.
+        engine |= {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 2**29}
     if "text_config" in config:
         engine |= {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     engine |= {**case.lora, **(case.engine if on_gpu else case.parallel)}

@@ -17,7 +17,7 @@ def test_all_strategies_in_one_run(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(scenarios.TINY_DENSE))
     done = subprocess.run(
-        [sys.executable, "-m", "lora_mem.cli", "bench", "--model", config, "--rank", "8", "--layers", "2", "--json"],
+        [sys.executable, "-m", "lora_mem", "bench", "--model", config, "--rank", "8", "--layers", "2", "--json"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,24 +12,7 @@ from typing import Any
 
 import torch
 
-from lora_mem import scenarios, vllm_hook
-
-# Dimensions of Qwen/Qwen3-30B-A3B: 48 layers of 128 experts, hidden 2048, moe_intermediate 768.
-QWEN3_30B_A3B: dict[str, Any] = {
-    **scenarios.TINY_MOE,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-}
+from lora_mem import bench, scenarios, vllm_hook
 
 TINY_GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -111,7 +94,9 @@ def against_directory(
 ) -> dict[str, Any]:
     """Two adapters in turn, three times each; `wanted` for each of the two."""
     with tempfile.TemporaryDirectory() as directory:
-        llm = scenarios.start_engine(scenarios.write_model(f"{directory}/model", config), **engine)
+        # Little of the GPU for each: these cases run side by side.
+        model = scenarios.write_model(f"{directory}/model", config)
+        llm = scenarios.start_engine(model, gpu_memory_utilization=0.08, **engine)
         vllm_hook.install()
         manager = scenarios.only_manager()
         adapters = [
@@ -120,9 +105,15 @@ def against_directory(
         ]
         expert_tensors = sum(scenarios.is_expert(name.split(".lora_")[0]) for name in adapters[0][0])
         layers = sorted({type(layer).__name__ for layer in manager._adapter_manager.modules.values()})
-        rounds = scenarios.memory_against_directory(llm, directory, adapters)
+        rounds = {}
+        for strategy in ("stage", "offload"):
+            copies = [(dict(tensors), config) for tensors, config in adapters]
+            rounds[strategy] = [
+                asdict(one)
+                for one in scenarios.memory_against_directory(llm, f"{directory}/{strategy}", copies, strategy=strategy)
+            ]
     return {
-        "rounds": [asdict(one) for one in rounds],
+        "rounds": rounds,
         "expert_tensors": expert_tensors,
         "layers": layers,
         "max_allocated": torch.cuda.max_memory_allocated(),
@@ -133,19 +124,33 @@ def everything(module: str) -> bool:
     return True
 
 
+def bench_30b() -> dict[str, Any]:
+    """All strategies side by side at full size, and 50 more syncs."""
+    return bench.run(
+        scenarios.QWEN3_30B_A3B, model="Qwen/Qwen3-30B-A3B", repeats=50, say=say, gpu_memory_utilization=0.62
+    ).to_dict()
+
+
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+BEGAN = time.perf_counter()
+
+
 def qwen3_30b_a3b() -> dict[str, Any]:
-    """The whole geometry at rank 64, left on the GPU and offloaded."""
+    """The whole geometry at rank 64: left on the GPU, offloaded, staged."""
     with tempfile.TemporaryDirectory() as directory:
         began = time.perf_counter()
         llm = scenarios.start_engine(
-            scenarios.write_model(directory, QWEN3_30B_A3B),
+            scenarios.write_model(directory, scenarios.QWEN3_30B_A3B),
             max_lora_rank=64,
             gpu_memory_utilization=0.62,
         )
         started = time.perf_counter() - began
         lives = [
             scenarios.adapter_life(llm, strategy, rank=64, wanted=scenarios.modules_named("experts"))
-            for strategy in ("keep", "offload", "offload")
+            for strategy in ("keep", "offload", "stage")
         ]
     return {"engine_seconds": started, "lives": [life.to_dict() for life in lives]}
 
@@ -164,6 +169,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         scenarios.TINY_MOE, [everything, everything], enable_moe_shared_loras=True
     ),
     "qwen3_30b_a3b": qwen3_30b_a3b,
+    "bench_30b": bench_30b,
 }
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from lora_mem.host_memory import HostBlock
-from lora_mem.offload import move_to_host
+torch = pytest.importorskip("torch")
+
+from lora_mem.host_memory import HostBlock  # noqa: E402
+from lora_mem.offload import move_to_host  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
