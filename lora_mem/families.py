@@ -78,6 +78,7 @@ def _attention(
     out: str = "o_proj",
     gate: int = 1,
     fused: bool = False,
+    qkv: str = "qkv_proj",
     kv_heads_default: bool = False,
 ) -> Modules:
     """Grouped-query attention.
@@ -95,7 +96,7 @@ def _attention(
     head_dim = config.number("head_dim", default=head_dim or hidden // heads)
     prefix = f"{path}." if path else ""
     return (
-        _qkv(f"{prefix}qkv_proj", hidden, heads, kv_heads, head_dim, gate, fused),
+        _qkv(f"{prefix}{qkv}", hidden, heads, kv_heads, head_dim, gate, fused),
         _row(f"{prefix}{out}", heads * head_dim, hidden),
     )
 
@@ -237,6 +238,91 @@ def _phi3(config: Config) -> tuple[Group, ...]:
         _column("mlp.gate_up_proj", hidden, 2 * intermediate),
         _row("mlp.down_proj", intermediate, hidden),
     ) + _vocabulary(config, "ends")
+
+
+def _ungated(config: Config) -> tuple[Group, ...]:
+    """Nemotron and Apertus: an MLP without a gate."""
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    mlp = _column("mlp.up_proj", hidden, inner), _row("mlp.down_proj", inner, hidden)
+    return _same(config, *_attention(config, kv_heads_default=True), *mlp) + _vocabulary(config, "ends")
+
+
+def _internlm2(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    attention = _attention(config, "attention", out="wo", fused=True, qkv="wqkv", kv_heads_default=True)
+    gate_up = _gate_up("feed_forward.gate_up_proj", hidden, inner, ("w1", "w3"))
+    return _same(config, *attention, gate_up, _row("feed_forward.w2", inner, hidden))
+
+
+def _bailing_moe(config: Config) -> tuple[Group, ...]:
+    """Ling and Ring: first layers dense, the others routed experts with shared ones; embeddings get no slots."""
+    hidden, count, size = (
+        config.number("hidden_size"),
+        config.number("num_experts"),
+        config.number("moe_intermediate_size"),
+    )
+    attention = _attention(config, "attention", out="dense", fused=True, qkv="query_key_value")
+    parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+    shared = config.number("num_shared_experts", minimum=0)
+    if shared:
+        inner = config.number("moe_shared_expert_intermediate_size", default=size)
+        parts += _mlp("mlp.shared_experts", hidden, inner * shared)
+    routed = (*parts, _experts("mlp.experts", count, hidden, size))
+    first, layers = config.number("first_k_dense_replace", minimum=0), config.number("num_hidden_layers")
+    dense = attention + _mlp("mlp", hidden, config.number("intermediate_size")) if first else ()
+    return _layers(dense if index < first else routed for index in range(layers))
+
+
+def _lfm2(config: Config) -> tuple[Group, ...]:
+    inner = config.number("intermediate_size")
+    if config.flag("block_auto_adjust_ff_dim", default=True):
+        inner = int(2 * inner / 3)
+        multiplier = config.fields.get("block_ffn_dim_multiplier", 1.0)
+        if multiplier is not None:
+            inner = int(multiplier * inner)
+        multiple = config.number("block_multiple_of", default=256)
+        inner = multiple * ((inner + multiple - 1) // multiple)
+    hidden = config.number("hidden_size")
+    feed = _lfm2_mlp(hidden, inner)
+    attention = *_attention(config, out="out_proj"), *feed
+    conv = *_short_conv(config, config.number("conv_dim", default=hidden)), *feed
+    return _lfm2_layers(config, lambda index, full: attention if full else conv)
+
+
+def _lfm2_moe(config: Config) -> tuple[Group, ...]:
+    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    dense = _lfm2_mlp(hidden, config.number("intermediate_size"))
+    size = config.number("moe_intermediate_size")
+    sparse: Modules = (
+        _replicated("feed_forward.gate", hidden, count),
+        _experts("feed_forward.experts", count, hidden, size, names=("w1", "w2", "w3")),
+    )
+    attention, conv = _attention(config, out="out_proj"), _short_conv(config, hidden)
+    first = config.number("num_dense_layers", minimum=0)
+    return _lfm2_layers(
+        config, lambda index, full: (attention if full else conv) + (dense if index < first else sparse)
+    )
+
+
+def _lfm2_mlp(hidden: int, inner: int) -> Modules:
+    return _gate_up("feed_forward.w13", hidden, inner, ("w1", "w3")), _row("feed_forward.w2", inner, hidden)
+
+
+def _short_conv(config: Config, width: int) -> Modules:
+    parts = (width, width, width)
+    return (
+        _conv("short_conv.conv", config.number("conv_L_cache"), width),
+        Linear("short_conv.in_proj", "merged", width, parts, (Child("in_proj", 3 * width),)),
+        _row("short_conv.out_proj", width, width),
+    )
+
+
+def _lfm2_layers(config: Config, layer: Callable[[int, bool], Modules]) -> tuple[Group, ...]:
+    kinds = config.items("layer_types", config.number("num_hidden_layers"))
+    if not kinds:
+        raise config.error("layer_types", "is missing; one entry for each layer is needed")
+    groups = _layers(layer(index, kind == "full_attention") for index, kind in enumerate(kinds))
+    return groups + _vocabulary(config, "every")
 
 
 def _glm4v(config: Config) -> tuple[Group, ...]:
@@ -700,6 +786,10 @@ _GEMMA = _dense(vocabulary=False, head_dim=256)
 # By architecture, as vLLM's registry names them.
 FAMILIES: dict[str, Builder] = {
     "AXK1ForCausalLM": _deepseek(),
+    "ApertusForCausalLM": _ungated,
+    "AudioFlamingo3ForConditionalGeneration": _by_text_config,
+    "BailingMoeForCausalLM": _bailing_moe,
+    "BailingMoeV2ForCausalLM": _bailing_moe,
     "Cohere2ForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
     "CohereForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
     "DeepseekForCausalLM": _deepseek(latent=False),
@@ -725,6 +815,7 @@ FAMILIES: dict[str, Builder] = {
         vocabulary=True,
         kinds="mlp_layer_types",
     ),
+    "Exaone4_5_ForConditionalGeneration": _by_text_config,
     "FalconH1ForCausalLM": _falcon_h1,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
@@ -738,9 +829,11 @@ FAMILIES: dict[str, Builder] = {
     ),
     "Glm4MoeLiteForCausalLM": _deepseek(),
     "Glm4vForConditionalGeneration": _inside(_glm4v),
+    "GlmAsrForConditionalGeneration": _by_text_config,
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _LLAMA,
+    "GraniteSpeechForConditionalGeneration": _by_text_config,
     "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
     "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
     "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
@@ -750,23 +843,30 @@ FAMILIES: dict[str, Builder] = {
     "HyperCLOVAXForCausalLM": _LLAMA,
     "Idefics3ForConditionalGeneration": _idefics3,
     "IQuestCoderForCausalLM": _LLAMA,
+    "InternLM2ForCausalLM": _internlm2,
+    "InternVLForConditionalGeneration": _by_text_config,
     "InternLM3ForCausalLM": _LLAMA,
     "JambaForCausalLM": _jamba,
     "LLaMAForCausalLM": _LLAMA,
+    "Lfm2ForCausalLM": _lfm2,
+    "Lfm2MoeForCausalLM": _lfm2_moe,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _inside(_llama4),
     "LlamaForCausalLM": _LLAMA,
     "LlavaForConditionalGeneration": _by_text_config,
     "LlavaNextForConditionalGeneration": _by_text_config,
+    "LlavaNextVideoForConditionalGeneration": _by_text_config,
     "MiMoForCausalLM": _BARE,
     "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
     "Ministral3ForCausalLM": _BARE,
     "Mistral3ForConditionalGeneration": _inside(_BARE),
     "MistralForCausalLM": _BARE,
     "MixtralForCausalLM": _mixtral(),
+    "NemotronForCausalLM": _ungated,
     "NemotronHForCausalLM": _nemotron_h,
     "OPTForCausalLM": _opt,
     "OlmoeForCausalLM": _olmoe,
+    "PaliGemmaForConditionalGeneration": _by_text_config,
     "PhiMoEForCausalLM": _mixtral(),
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _BARE,
@@ -782,12 +882,15 @@ FAMILIES: dict[str, Builder] = {
     "Qwen3_5ForConditionalGeneration": _inside(_qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)),
     "Qwen3_5MoeForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=True, vocabulary=True),
     "Qwen3_5MoeForConditionalGeneration": _inside(_qwen_hybrid("fused", interleaved=False, moe=True, vocabulary=True)),
+    "SmolVLMForConditionalGeneration": _idefics3,
     "SolarForCausalLM": _LLAMA,
     "TeleChat3ForCausalLM": _LLAMA,
 }
 
 # For a config.json without `architectures`, and for the text model inside a multimodal one.
 ARCHITECTURE_OF: dict[str, str] = {
+    "apertus": "ApertusForCausalLM",
+    "bailing_moe": "BailingMoeForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -815,8 +918,12 @@ ARCHITECTURE_OF: dict[str, str] = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "internvl": "InternVLForConditionalGeneration",
     "jamba": "JambaForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",
@@ -828,9 +935,11 @@ ARCHITECTURE_OF: dict[str, str] = {
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
+    "nemotron": "NemotronForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
+    "paligemma": "PaliGemmaForConditionalGeneration",
     "phi3": "Phi3ForCausalLM",
     "phimoe": "PhiMoEForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -175,4 +175,6 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
-    return ModelShape(where, str(architecture), text.number("num_hidden_layers"), builder(config))
+    # A text model may keep its fields in text_config too; a multimodal one looks for its text model itself.
+    groups = builder(text if str(architecture).endswith("ForCausalLM") else config)
+    return ModelShape(where, str(architecture), text.number("num_hidden_layers"), groups)

@@ -72,7 +72,14 @@ CASES = [
     Case("qwen3-next", "Qwen/Qwen3-Next-80B-A3B-Instruct", 4, {"max_loras": 1, "max_lora_rank": 16}),
     Case("kimi-k2", "moonshotai/Kimi-K2-Instruct", 2, {"max_loras": 1, "max_lora_rank": 8}, MLA),
     Case("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 3, {"max_loras": 2, "max_lora_rank": 64}, MLA),
-    Case("minimax-m2.5", "MiniMaxAI/MiniMax-M2.5", 2, {"max_loras": 1, "max_lora_rank": 16}, {}, {"rotary_dim": 64}),
+    Case(
+        "minimax-m2.5",
+        "MiniMaxAI/MiniMax-M2.5",
+        2,
+        {"max_loras": 1, "max_lora_rank": 16},
+        {},
+        {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    ),
     Case(
         "nemotron-3-nano-fully-sharded",
         "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",

@@ -4,6 +4,9 @@
 the shapes of its buffers and how many layers have it, and the bytes of all. `source` says where a line comes from:
 `engine` are buffers that an engine allocated on a GPU; `model code` are vLLM's own model classes and LoRA manager, run
 on torch's meta device with the view of one rank.
+
+`facts/families.jsonl` has one line for each architecture or known model, with the number of modules and the bytes of
+all buffers for some sets of options, from the same model code at max_lora_rank 16.
 """
 
 import json
@@ -20,7 +23,13 @@ from lora_mem.footprints import footprint
 from lora_mem.layers import SizingError
 from lora_mem.shapes import ModelShape, known_config, known_models
 
-FACTS = [json.loads(line) for line in (Path(__file__).parent / "facts" / "slots.jsonl").read_text().splitlines()]
+
+def facts(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(__file__).parent / "facts" / name).read_text().splitlines()]
+
+
+FACTS = facts("slots.jsonl")
+FAMILY_FACTS = facts("families.jsonl")
 
 
 def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -51,6 +60,17 @@ def test_slots_are_what_vllm_made(fact: dict[str, Any]) -> None:
         found[kind][" ".join(f"{tensor.name}:{'x'.join(map(str, tensor.shape))}" for tensor in tensors)] += 1
     assert found == {kind: Counter(shapes) for kind, shapes in fact["modules"].items()}
     assert result.slot_bytes == fact["bytes"]
+
+
+@pytest.mark.parametrize("fact", FAMILY_FACTS, ids=lambda fact: fact.get("model") or fact["architecture"])
+def test_each_family_has_the_modules_and_bytes_that_vllm_made(fact: dict[str, Any]) -> None:
+    config = cut(known_config(fact["model"]), fact["layers"]) if "model" in fact else fact["config"]
+    for slots in fact["slots"]:
+        result = footprint(config, rank=1, max_lora_rank=16, **slots["options"])
+        assert result.shape
+        assert result.options
+        modules = sum(1 for _ in worker_slots(result.shape, result.options))
+        assert (modules, result.slot_bytes) == (slots["modules"], slots["bytes"]), slots["options"]
 
 
 def test_the_facts_cover_what_they_should() -> None:

@@ -1,6 +1,9 @@
 """Shapes: every way in, and every way to be wrong."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,33 @@ def test_sizes_and_peft_names_of_each_kind() -> None:
     assert isinstance(experts, Experts)
     assert (experts.num_experts, experts.hidden_size, experts.intermediate_size) == (8, 32, 16)
     assert (experts.layout, experts.children) == ("gated", ("gate_proj", "down_proj", "up_proj"))
+
+
+def test_a_text_model_may_keep_its_fields_in_text_config() -> None:
+    nested = {"architectures": TINY["architectures"], "text_config": TINY}
+    assert ModelShape.from_config(nested).groups == ModelShape.from_config(TINY).groups
+
+
+def test_a_hub_name_is_read_from_the_hubs_cache_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    repository = tmp_path / "hub" / "models--someone--tiny-moe"
+    commit = "0" * 40
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+    (repository / "snapshots" / commit / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    code = (
+        "from lora_mem.shapes import ModelShape, SizingError\n"
+        "print(ModelShape.from_config('someone/tiny-moe'))\n"
+        "try: ModelShape.from_config('someone/else')\n"
+        "except SizingError as error: print(error)\n"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    shape, error = done.stdout.splitlines()
+    assert shape == "ModelShape('someone/tiny-moe', Qwen3MoeForCausalLM, layers=3, modules=14)"
+    assert error.startswith("model='someone/else': is not in the built-in table and could not be read from the hub")
 
 
 def test_architecture_comes_from_model_type_where_it_is_missing() -> None:
