@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import lora_mem
 from lora_mem import scenarios, vllm_hook
 from lora_mem.host_memory import HostBlock
 
@@ -138,8 +139,8 @@ class Bench:
         rows.append(["link limit", "", limit, "", "", f"{self.slot_copy:.3f}", "", "", ""])
         predicted = {name: f"{nbytes / 2**30:.4f}" for name, nbytes in self.predicted.items()}
         title = (
-            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; GiB: packed "
-            f"{self.packed_bytes / 2**30:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
+            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; GiB: "
+            f"packed {self.packed_bytes / 2**30:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
             f"{self.slot_bytes / 2**30:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
         )
         return title, columns, rows
@@ -459,9 +460,11 @@ def _memory() -> tuple[int, int]:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {"torch": torch.__version__, "vllm": str(vllm_hook.status().vllm_version), "lora-mem": version("lora-mem")}
+    return {
+        "torch": torch.__version__,
+        "vllm": str(vllm_hook.status().vllm_version),
+        "lora-mem": lora_mem.__version__,
+    }
 
 
 @contextmanager

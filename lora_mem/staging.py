@@ -214,6 +214,7 @@ class StagedAdapter:
             tensors by host copies.
         parts: laid out; the scaling is in B. A part whose experts all share one factor has 1 in place of their number.
         block: what the parts lie in.
+        from_device: tensors came from a GPU, whose memory has not been given back to the driver yet.
         why_not_laid_out: why vLLM has to pack the tensors itself.
         version: counts every stage in this process.
         loaded_in: worker LoRA managers that have built it from this version.
@@ -227,6 +228,7 @@ class StagedAdapter:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: dict[Part, torch.Tensor] = field(default_factory=dict)
     block: HostBlock | None = None
+    from_device: bool = False
     why_not_laid_out: str = ""
     version: int = field(default_factory=lambda: next(_versions))
     loaded_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -252,6 +254,11 @@ class Receiver:
     Args:
         layout: where each tensor goes.
         block: exactly as large as the parts that will arrive.
+
+    Attributes:
+        parts: what has its place so far.
+        received: names that have been taken.
+        from_device: whether any of it came from a GPU.
     """
 
     def __init__(self, layout: Layout, block: HostBlock) -> None:
@@ -259,6 +266,7 @@ class Receiver:
         self.block = block
         self.parts: dict[Part, torch.Tensor] = {}
         self.received: set[str] = set()
+        self.from_device = False
         self._copies = _DeviceCopies()
 
     def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -293,6 +301,8 @@ class Receiver:
                     f"cannot cast {name} ({tensor.dtype}); allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
                 )
             received.add(name)
+            if tensor.is_cuda:
+                self.from_device = True
             if source.member is None:
                 self._take_whole(tensor.detach(), source)
                 continue

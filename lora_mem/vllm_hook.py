@@ -442,6 +442,7 @@ class Stage:
         adapter = self._adapter
         adapter.parts = receiver.parts
         adapter.block = self._block
+        adapter.from_device = receiver.from_device
         _blocks.append((self._block, adapter.models))
         adapter.models.add(adapter)
         fused = any(".experts.base_layer." in name for name in receiver.received)
@@ -503,7 +504,8 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
         pin: into page-locked memory; None: where vLLM pins too.
 
     What is moved: `lora_a` and `lora_b` of each registered module (single or per slice), weights of full modules
-    (`modules_to_save`), and the adapter's staged tensors. A view that several of these share is copied once. Strides
+    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to move. A
+    view that several of these share is copied once. Strides
     are kept where they are dense. Afterwards allocated and reserved GPU memory no longer count the adapter.
 
     Raises:
@@ -524,6 +526,10 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
     # vLLM reports device synchronisation inside a step unless it is announced.
     with gpu_sync_allowed():
         moved = offload.move_to_host(groups, pin=_pin_memory() if pin is None else pin)
+        if stage is not None and stage.from_device:
+            # Laid out on the host by the stage; what carried it there is unused, but still reserved.
+            offload.release_device_memory()
+            stage.from_device = False
     _offloads[lora_int_id] = moved
     return moved
 
@@ -714,7 +720,7 @@ def _offload_armed(manager: Any) -> None:
             stage.registered_in.add(manager)
         for observer in observers:
             observer("added", lora_int_id)
-        if _strategy != "keep" and not (stage is not None and stage.parts):
+        if _strategy != "keep":
             offload_in_memory_adapter(manager, lora_int_id)
             for observer in observers:
                 observer("offloaded", lora_int_id)
