@@ -138,8 +138,8 @@ class Bench:
         rows.append(["link limit", "", limit, "", "", f"{self.slot_copy:.3f}", "", "", ""])
         predicted = {name: f"{nbytes / 2**30:.4f}" for name, nbytes in self.predicted.items()}
         title = (
-            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; GiB: packed "
-            f"{self.packed_bytes / 2**30:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
+            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; GiB: "
+            f"packed {self.packed_bytes / 2**30:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
             f"{self.slot_bytes / 2**30:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
         )
         return title, columns, rows
