@@ -504,9 +504,8 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
         pin: into page-locked memory; None: where vLLM pins too.
 
     What is moved: `lora_a` and `lora_b` of each registered module (single or per slice), weights of full modules
-    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to move. A
-    view that several of these share is copied once. Strides
-    are kept where they are dense. Afterwards allocated and reserved GPU memory no longer count the adapter.
+    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to
+    move. A view that several of these share is copied once. Strides are kept where they are dense. Afterwards allocated and reserved GPU memory no longer count the adapter.
 
     Raises:
         KeyError: neither registered nor staged under this id.
@@ -586,14 +585,22 @@ class WorkerExtension:
     def lora_mem_stage_adapter(
         self,
         lora_int_id: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor] | bytes,
         adapter_config: Any,
         name: str | None = None,
         load_inplace: bool = False,
     ) -> LoRARequest:
-        """`stage_adapter` in this worker; the hook is installed if it is not."""
+        """`stage_adapter` in this worker; the hook is installed if it is not.
+
+        Between processes vLLM's `collective_rpc` turns tensors in a dict into lists, and the request that is returned too:
+        send `safetensors.torch.save(tensors)`, and make the request of the reply with `LoRARequest(*reply)`.
+        """
         if _inactive_because:
             install()
+        if isinstance(tensors, bytes):
+            from safetensors.torch import load
+
+            tensors = load(tensors)
         return stage_adapter(lora_int_id, tensors, adapter_config, name, load_inplace=load_inplace)
 
     def lora_mem_drop_adapter(self, lora_int_id: int) -> bool:

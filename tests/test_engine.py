@@ -91,10 +91,11 @@ def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
     assert all(one.slots_equal for one in rounds)
 
 
-def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manager, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["stage", "offload"])
+def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manager, tmp_path, monkeypatch, strategy):
     from vllm.lora.request import LoRARequest
 
-    hook.install("offload")
+    hook.install(strategy)
     seen = []
     hook.observers.append(lambda event, lora_int_id: seen.append((event, lora_int_id)))
     calls = []
