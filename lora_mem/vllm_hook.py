@@ -504,8 +504,9 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
         pin: into page-locked memory; None: where vLLM pins too.
 
     What is moved: `lora_a` and `lora_b` of each registered module (single or per slice), weights of full modules
-    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to
-    move. A view that several of these share is copied once. Strides are kept where they are dense. Afterwards allocated and reserved GPU memory no longer count the adapter.
+    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to move. A
+    view that several of these share is copied once. Strides are kept where they are dense. Afterwards allocated and
+    reserved GPU memory no longer count the adapter.
 
     Raises:
         KeyError: neither registered nor staged under this id.
@@ -592,8 +593,8 @@ class WorkerExtension:
     ) -> LoRARequest:
         """`stage_adapter` in this worker; the hook is installed if it is not.
 
-        Between processes vLLM's `collective_rpc` turns tensors in a dict into lists, and the request that is returned too:
-        send `safetensors.torch.save(tensors)`, and make the request of the reply with `LoRARequest(*reply)`.
+        Between processes vLLM's `collective_rpc` turns tensors in a dict into lists, and the request that is returned
+        too: send `safetensors.torch.save(tensors)`, and make the request of the reply with `LoRARequest(*reply)`.
         """
         if _inactive_because:
             install()
