@@ -504,8 +504,8 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
         pin: into page-locked memory; None: where vLLM pins too.
 
     What is moved: `lora_a` and `lora_b` of each registered module (single or per slice), weights of full modules
-    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to move. A
-    view that several of these share is copied once. Strides are kept where they are dense. Afterwards allocated and
+    (`modules_to_save`), and the adapter's staged tensors; of an adapter that a stage laid out, nothing is left to move.
+    A view that several of these share is copied once. Strides are kept where they are dense. Afterwards allocated and
     reserved GPU memory no longer count the adapter.
 
     Raises:
