@@ -154,6 +154,7 @@ class AdapterStatus:
         tensors: how many are kept: as received, or parts where it is laid out.
         staged_bytes: their bytes, by device.
         pinned: whether all of them are page-locked.
+        unpinned_because: why not, where they lie in a block; else "".
         loaded: whether vLLM has this version registered.
         offload: what the last offload did, or None.
     """
@@ -166,6 +167,7 @@ class AdapterStatus:
     tensors: int
     staged_bytes: dict[str, int]
     pinned: bool
+    unpinned_because: str
     loaded: bool
     offload: offload.Moved | None
 
@@ -214,7 +216,8 @@ def status() -> HookStatus:
         inactive_because=because,
         strategy=_strategy,
         vllm_version=version,
-        in_tested_range=version is not None and TESTED_VLLM[0] <= version.split("+")[0] <= TESTED_VLLM[1],
+        in_tested_range=version is not None
+        and _release(TESTED_VLLM[0]) <= _release(version) <= _release(TESTED_VLLM[1]),
         tested_vllm=TESTED_VLLM,
         wrapped=wrapped,
         engines=len(_managers),
@@ -228,6 +231,7 @@ def status() -> HookStatus:
                 tensors=len(stage.held()),
                 staged_bytes=_bytes_by_device(stage.held()),
                 pinned=all(tensor.is_pinned() for tensor in stage.held()),
+                unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
                 loaded=any(stage.lora_int_id in manager.list_adapters() for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
@@ -309,6 +313,7 @@ def open_stage(
     *,
     nbytes: int | None = None,
     load_inplace: bool = False,
+    generations: int = 2,
 ) -> Stage:
     """Receive an adapter tensor by tensor or chunk by chunk, straight into host memory laid out as vLLM packs it.
 
@@ -327,6 +332,9 @@ def open_stage(
         nbytes: bytes of the laid-out adapter, where `target_modules` does not tell. More than that is refused when it
             arrives, less at `commit`.
         load_inplace: replace the adapter that has this id, at the request's next step.
+        generations: 2 receives the new version while the old one is registered, in a second block of host memory. 1
+            takes one block only: the old version is dropped first, here and in vLLM, so that until `commit` there is no
+            adapter of this id, and none if the stage is aborted.
 
     Raises:
         AdapterError: the id, the name or the config is refused, another stage of this id is open, or no engine of this
@@ -343,6 +351,10 @@ def open_stage(
         nbytes = _announced_bytes(manager, config)
     elif isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
         raise AdapterError(f"nbytes is {nbytes!r}; it must be a positive integer, or None to go by target_modules")
+    if generations not in (1, 2) or isinstance(generations, bool):
+        raise AdapterError(f"generations is {generations!r}; it must be 1 or 2")
+    if generations == 1 and lora_int_id not in _open:
+        _forget(lora_int_id)
     return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace)
 
 
@@ -481,14 +493,20 @@ def drop_adapter(lora_int_id: int) -> bool:
 
     No request that uses it may be running. Returns whether it was staged; an unknown id is no error.
     """
+    forgotten = _forget(lora_int_id)
+    if forgotten:
+        trim()
+    return forgotten
+
+
+def _forget(lora_int_id: int) -> bool:
+    """Drop an adapter here and in vLLM; its block may be used again."""
     stage = _staged.pop(lora_int_id, None)
     _offloads.pop(lora_int_id, None)
     if stage is None:
         return False
     for manager in list(stage.registered_in):
         manager.remove_adapter(lora_int_id)
-    del stage
-    trim()
     return True
 
 
@@ -1362,6 +1380,11 @@ def _pin_memory() -> bool:
 def _manager_classes() -> tuple[type, ...]:
     module = importlib.import_module("vllm.lora.worker_manager")
     return tuple(getattr(module, name) for name in _MANAGERS)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, for comparison; 0.33.1 counts as 0.33: the hook depends on no patch release."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:2])
 
 
 @functools.cache

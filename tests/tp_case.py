@@ -1,0 +1,66 @@
+"""Two workers in processes of their own: an adapter sent to each, against the same one from a directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+
+from lora_mem.vllm_hook import WorkerExtension
+
+
+class Extension(WorkerExtension):
+    """The hook's own, and what the test looks at."""
+
+    def digests(self):
+        from lora_mem import scenarios
+
+        return scenarios.slot_digests(scenarios.only_manager())
+
+    def random(self, seed):
+        from safetensors.torch import save
+
+        from lora_mem import scenarios
+
+        tensors, config = scenarios.random_adapter(scenarios.only_manager(), rank=8, seed=seed)
+        return save(tensors), config
+
+
+def main() -> None:
+    from safetensors.torch import load
+    from vllm.lora.request import LoRARequest
+
+    from lora_mem import scenarios
+
+    with tempfile.TemporaryDirectory() as directory:
+        llm = scenarios.start_engine(
+            scenarios.write_model(f"{directory}/model", scenarios.TINY_DENSE),
+            tensor_parallel_size=2,
+            worker_extension_cls="tp_case.Extension",
+        )
+        payload, config = llm.collective_rpc("random", args=(1,))[0]
+        path = scenarios.save_adapter(f"{directory}/adapter", load(payload), config)
+        expected = scenarios.generate(llm, LoRARequest("directory", 9, path))
+        slots = llm.collective_rpc("digests")
+        llm.llm_engine.remove_lora(9)
+        replies = llm.collective_rpc("lora_mem_stage_adapter", args=(1, payload, config))
+        reply = replies[0]
+        request = reply if isinstance(reply, LoRARequest) else LoRARequest(*reply)
+        found = scenarios.generate(llm, request)
+        result = {
+            "workers": len(replies),
+            "equal": found == expected,
+            "slots_equal": llm.collective_rpc("digests") == slots,
+            "workers_differ": slots[0] != slots[1],
+            "loaded": [status["adapters"][0]["loaded"] for status in llm.collective_rpc("lora_mem_status")],
+            "laid_out": [status["adapters"][0]["laid_out"] for status in llm.collective_rpc("lora_mem_status")],
+            "dropped": llm.collective_rpc("lora_mem_drop_adapter", args=(1,)),
+        }
+    print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's workers need not be waited for
+
+
+if __name__ == "__main__":
+    main()
