@@ -47,6 +47,14 @@ vLLM hashes a request's name and path into its prefix cache, so a new version ne
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
 _METHODS = ("_load_adapter", "add_adapter", "create_lora_manager")
 
+# Fields of a PEFT config that decide where an adapter's tensors go, and how many such layouts are remembered: each holds
+# what was read from every tensor's name.
+_SHAPING = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "target_parameters", "modules_to_save"),
+)
+_MOST_LAYOUTS = 16
+
 Strategy = Literal["stage", "offload", "keep"]
 
 _strategy: Strategy = "stage"
@@ -800,8 +808,10 @@ def _take_block(nbytes: int) -> HostBlock:
 def _layout(manager: Any, config: dict[str, Any]) -> Layout:
     """Where tensors of adapters of this config go in this worker; remembered, names are read once."""
     layouts = _layouts.setdefault(manager, {})
-    key = json.dumps(config, sort_keys=True)
+    key = json.dumps([config.get(name) for name in _SHAPING], sort_keys=True)
     if key not in layouts:
+        while len(layouts) >= _MOST_LAYOUTS:
+            del layouts[next(iter(layouts))]
         helper = _peft_helper(config)
         model = manager._adapter_manager.model
         layouts[key] = Layout(

@@ -491,6 +491,17 @@ def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, 
     hook._layouts.clear()
 
 
+def test_layouts_are_remembered_by_what_decides_them_and_not_without_end(hook, manager):
+    hook._layouts.clear()
+    tensors, config = adapter(manager, wanted=ATTENTION)
+    for step in range(3):
+        hook.stage_adapter(1, tensors, config | {"step": step}, load_inplace=True)
+    assert len(hook._layouts[manager]) == 1
+    for alpha in range(1, 40):
+        hook.stage_adapter(1, tensors, config | {"lora_alpha": alpha}, load_inplace=True)
+    assert len(hook._layouts[manager]) == hook._MOST_LAYOUTS
+
+
 def test_targets_are_matched_as_peft_does(hook, manager):
     def announced(**config):
         return hook._announced_bytes(manager, hook.checking.plain_config({"r": 8, "lora_alpha": 8, **config}))
