@@ -47,8 +47,8 @@ vLLM hashes a request's name and path into its prefix cache, so a new version ne
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
 _METHODS = ("_load_adapter", "add_adapter", "create_lora_manager")
 
-# Fields of a PEFT config that decide where an adapter's tensors go, and how many such layouts are remembered: each holds
-# what was read from every tensor's name.
+# Fields of a PEFT config that decide where an adapter's tensors go, and how many such layouts are remembered: each
+# holds what was read from every tensor's name.
 _SHAPING = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "target_parameters", "modules_to_save"),
