@@ -90,7 +90,11 @@ def size(
         rows = [
             (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.formula) for line in result.lines
         ]
-        _print_table(f"{result.model}, rank {rank}, bytes per worker", ("figure", "bytes", "GiB", "formula"), rows)
+        _print_table(
+            f"{result.model}, rank {rank}, strategy {strategy}, bytes per worker",
+            ("figure", "bytes", "GiB", "formula"),
+            rows,
+        )
 
 
 @app.command()

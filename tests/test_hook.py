@@ -190,8 +190,12 @@ def test_a_loaded_adapter_costs_next_to_nothing_more(llm, hook, manager):
     llm.llm_engine.add_lora(request)
     wrapped = type(manager).add_adapter
     original = wrapped.__wrapped__
-    hook_free = min(timeit.repeat(lambda: original(manager, request), number=2000, repeat=15)) / 2000
-    with_hook = min(timeit.repeat(lambda: wrapped(manager, request), number=2000, repeat=15)) / 2000
+    # In turns, and the best of many: what else this machine does meanwhile must not decide.
+    times = {original: [], wrapped: []}
+    for _ in range(60):
+        for method, found in times.items():
+            found.append(timeit.timeit(lambda method=method: method(manager, request), number=500) / 500)
+    hook_free, with_hook = min(times[original]), min(times[wrapped])
     more = (with_hook - hook_free) * 1e6
     print(
         f"\nadd_adapter of a loaded adapter: {hook_free * 1e6:.2f} us, wrapped {with_hook * 1e6:.2f} us ({more:+.2f})"
