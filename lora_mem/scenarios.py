@@ -235,7 +235,7 @@ def slot_digests(manager: Any) -> dict[str, int]:
     """A 64-bit digest of the bits of each slot buffer: equal digests, equal slots."""
     return {
         f"{module}.{name}": digest(buffer)
-        for module, layer in manager._adapter_manager.modules.items()
+        for module, layer in vllm_hook.lora_layers(manager).items()
         for name, buffer in vllm_hook.slot_buffers(layer).items()
     }
 
@@ -508,20 +508,15 @@ def pack_with_vllm(shape: ModelShape, model: LoRAModel) -> LoRAModel:
         shape: of the model that would serve it.
         model: as `LoRAModel.from_lora_tensors` returns it.
     """
-    from vllm.lora.model_manager import LoRAModelManager
-
-    manager = object.__new__(LoRAModelManager)  # its constructor needs the model; packing reads no more than this
-    manager.modules = {}
-    manager.is_pooling_model = manager._is_non_gated_moe = manager._enable_moe_shared_loras = False
-    manager.packed_modules = {}
+    packed_modules: dict[str, list[str]] = {}
     for path, module in shape.modules():
         if isinstance(module, Experts):
             names = [f"{path}.{expert}.{child}" for expert in range(module.num_experts) for child in module.children]
-            manager.packed_modules[path] = names
+            packed_modules[path] = names
         elif len(module.children) > 1:
             parent = path.rpartition(".")[0]
-            manager.packed_modules[path] = [f"{parent}.{child.name}" for child in module.children]
-    manager._create_merged_loras_inplace(model)
+            packed_modules[path] = [f"{parent}.{child.name}" for child in module.children]
+    vllm_hook.pack_without_engine(model, packed_modules)
     return model
 
 

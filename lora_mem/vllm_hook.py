@@ -579,6 +579,12 @@ def holders(manager: Any) -> dict[str, dict[str, int]]:
     return result
 
 
+def lora_layers(manager: Any) -> dict[str, Any]:
+    """The LoRA layers of one worker, by module name."""
+    layers: dict[str, Any] = manager._adapter_manager.modules
+    return layers
+
+
 def slot_buffers(module: Any) -> dict[str, torch.Tensor]:
     """The slot buffers of one LoRA layer of vLLM, by name: A and B, for all slots, without views of one another."""
     buffers: dict[str, torch.Tensor] = {}
@@ -596,6 +602,22 @@ def slot_buffers(module: Any) -> dict[str, torch.Tensor]:
 
 
 release_device_memory = offload.release_device_memory
+
+
+def pack_without_engine(model: LoRAModel, packed_modules: dict[str, list[str]]) -> None:
+    """Pack a gated or dense adapter in place, by vLLM's own code, where there is no engine: for notebooks and tests.
+
+    Args:
+        model: as `LoRAModel.from_lora_tensors` returns it.
+        packed_modules: for each packed module, the modules it is made of, in vLLM's order.
+    """
+    from vllm.lora.model_manager import LoRAModelManager
+
+    manager = object.__new__(LoRAModelManager)  # its constructor needs the model; packing reads no more than this
+    manager.modules = {}
+    manager.is_pooling_model = manager._is_non_gated_moe = manager._enable_moe_shared_loras = False
+    manager.packed_modules = packed_modules
+    manager._create_merged_loras_inplace(model)
 
 
 def live_managers() -> list[Any]:
