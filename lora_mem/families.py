@@ -101,19 +101,28 @@ def _attention(
     )
 
 
-def _mla(config: Config, path: str = "self_attn", indexer: bool = False) -> Modules:
-    """Multi-head latent attention, with the indexer of sparse attention or without."""
+def _mla(config: Config, path: str = "self_attn", indexer: bool = False, fused: bool = True) -> Modules:
+    """Multi-head latent attention, with the indexer of sparse attention or without.
+
+    `fused` False is for the models where vLLM keeps the two projections into the latent space apart.
+    """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     latent, rope = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
     nope, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
     modules: list[Module] = []
     q_rank = config.number_or_null("q_lora_rank")
-    if q_rank is not None:
+    if q_rank is not None and not fused:
+        modules += [
+            _replicated(f"{path}.q_a_proj", hidden, q_rank),
+            _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads),
+            _replicated(f"{path}.kv_a_proj_with_mqa", hidden, latent + rope),
+        ]
+    elif q_rank is not None:
         children = (Child("q_a_proj", q_rank), Child("kv_a_proj_with_mqa", latent + rope))
-        fused = Linear(
+        joined = Linear(
             f"{path}.fused_qkv_a_proj", "merged", hidden, (q_rank, latent + rope), children, tensor_parallel=False
         )
-        modules += [fused, _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads)]
+        modules += [joined, _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads)]
         if indexer:
             index = config.number("index_n_heads") * config.number("index_head_dim")
             modules.append(_replicated(f"{path}.indexer.wq_b", q_rank, index))
@@ -196,8 +205,10 @@ def _same(config: Config, *modules: Module) -> tuple[Group, ...]:
     return _layers([modules] * config.number("num_hidden_layers"))
 
 
-def _vocabulary(config: Config, embed: Stage = "first", head: Stage | None = "last") -> tuple[Group, ...]:
-    """embed_tokens and lm_head (None: not), for the models that list them in `embedding_modules`.
+def _vocabulary(
+    config: Config, embed: Stage = "first", head: Stage | None = "last", path: str = "model.embed_tokens"
+) -> tuple[Group, ...]:
+    """embed_tokens (at `path`) and lm_head (None: not), for the models that list them in `embedding_modules`.
 
     `embed` and `head` are the pipeline stages that vLLM builds them in; `ends` is the first one, and the last one too
     where the two share their weights.
@@ -205,9 +216,10 @@ def _vocabulary(config: Config, embed: Stage = "first", head: Stage | None = "la
     hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
     if embed == "ends" and not config.flag("tie_word_embeddings", default=False):
         embed = "first"
-    embedding = Linear("embed_tokens", "embedding", vocab, (hidden,), (Child("embed_tokens", hidden, linear=False),))
+    prefix, _, name = path.rpartition(".")
+    embedding = Linear(name, "embedding", vocab, (hidden,), (Child(name, hidden, linear=False),))
     logits = Linear("lm_head", "logits", hidden, (vocab,), (Child("lm_head", vocab, linear=False),))
-    groups: tuple[Group, ...] = (Group("model", (), (embedding,), embed),)
+    groups: tuple[Group, ...] = (Group(prefix, (), (embedding,), embed),)
     return groups if head is None else (*groups, Group("", (), (logits,), head))
 
 
@@ -628,6 +640,235 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
     return groups
 
 
+def _minicpm(config: Config) -> tuple[Group, ...]:
+    """MiniCPM 1 and 2; its experts are no MoERunner to vLLM, so that only their router gets slots."""
+    hidden, count = config.number("hidden_size"), config.number("num_experts", default=0, minimum=0)
+    feed: Modules = (_replicated("mlp.gate", hidden, count),)
+    if not count:
+        feed = _mlp("mlp", hidden, config.number("intermediate_size"))
+    return _same(config, *_attention(config), *feed) + _vocabulary(config, "every", "every")
+
+
+def _minicpm3(config: Config) -> tuple[Group, ...]:
+    mlp = _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
+    return _same(config, *_mla(config, fused=False), *mlp) + _vocabulary(config, "every", "every")
+
+
+def _exaone(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    layer = (
+        *_attention(config, "attn.attention", out="out_proj", kv_heads_default=True),
+        _gate_up("mlp.gate_up_proj", hidden, inner, ("c_fc_0", "c_fc_1")),
+        _row("mlp.c_proj", inner, hidden),
+    )
+    groups = _layers([layer] * config.number("num_hidden_layers"), "transformer.h.{}")
+    return groups + _vocabulary(config, "ends", path="transformer.wte")
+
+
+def _deci(config: Config) -> tuple[Group, ...]:
+    """Nemotron NAS: each layer has key and value heads and an MLP of its own, or none."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    heads = config.number("num_attention_heads")
+    blocks = config.items("block_configs", layers)
+    if not blocks:
+        raise config.error("block_configs", f"is missing; {layers} entries are needed, one for each layer")
+    kinds: list[Modules] = []
+    for index, fields in enumerate(blocks):
+        block = Config({"block": fields}, config.where, f"block_configs[{index}].").sub("block")
+        attention, ffn = block.sub("attention"), block.sub("ffn")
+        parts: list[Module] = []
+        if not attention.flag("no_op", default=False):
+            in_group = attention.number("n_heads_in_group")
+            parts += _attention(Config(config.fields | {"num_key_value_heads": heads // in_group}, config.where))
+        if not ffn.flag("no_op", default=False):
+            parts += _mlp("mlp", hidden, _deci_inner(ffn, hidden))
+        kinds.append(tuple(parts))
+    return _layers(kinds) + _vocabulary(config, "ends")
+
+
+def _deci_inner(ffn: Config, hidden: int) -> int:
+    multiple = ffn.fields.get("ffn_mult")
+    if multiple is None:
+        return ffn.number("intermediate_size")
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or multiple <= 0:
+        raise ffn.error("ffn_mult", "must be a number above 0")
+    return -(-int(2 * multiple * hidden / 3) // 256) * 256
+
+
+def _chatglm(config: Config) -> tuple[Group, ...]:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    inner = config.number("ffn_hidden_size")
+    kv_heads = heads
+    if config.flag("multi_query_attention", default=False):
+        kv_heads = config.number("multi_query_group_num")
+    layer = (
+        _qkv("self_attention.query_key_value", hidden, heads, kv_heads, hidden // heads, fused=True),
+        _row("self_attention.dense", heads * (hidden // heads), hidden),
+        _column("mlp.dense_h_to_4h", hidden, 2 * inner),
+        _row("mlp.dense_4h_to_h", inner, hidden),
+    )
+    return _layers([layer] * config.number("num_hidden_layers"), "transformer.encoder.layers.{}")
+
+
+def _afmoe(config: Config) -> tuple[Group, ...]:
+    """Trinity: attention with an output gate, first layers dense."""
+    hidden, attention = config.number("hidden_size"), _attention(config)
+    width = config.number("num_attention_heads") * config.number("head_dim")
+    gate = _column("self_attn.gate_proj", hidden, width)
+    count, inner = config.number("num_experts"), config.number("moe_intermediate_size")
+    routed: list[Module] = [*attention, gate, _replicated("mlp.gate", hidden, count, linear=False)]
+    shared = config.number("num_shared_experts", minimum=0)
+    if shared:
+        routed += _mlp("mlp.shared_experts", hidden, inner * shared)
+    routed.append(_experts("mlp.experts", count, hidden, inner))
+    first, layers = config.number("num_dense_layers", minimum=0), config.number("num_hidden_layers")
+    dense = (*attention, gate, *_mlp("mlp", hidden, config.number("intermediate_size"))) if first else ()
+    return _layers(dense if index < first else tuple(routed) for index in range(layers))
+
+
+def _laguna(config: Config) -> tuple[Group, ...]:
+    """Heads of their own in each layer, an output gate, and MLPs whose gate and up are not merged."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    kinds = config.items("mlp_layer_types", layers) or _laguna_kinds(config, layers)
+    per_layer = config.items("num_attention_heads_per_layer", layers)
+    count = config.number("num_experts", minimum=0)
+    parts: list[Modules] = []
+    for index, kind in enumerate(kinds):
+        fields = config.fields | ({"num_attention_heads": per_layer[index]} if per_layer else {})
+        own = Config(fields, config.where, config.inside)
+        heads, head_dim = own.number("num_attention_heads"), own.number("head_dim")
+        modules: list[Module] = [*_attention(own)]
+        gating = config.fields.get("gating")
+        if gating:
+            modules.append(
+                _column("self_attn.g_proj", hidden, heads if gating in (True, "per-head") else heads * head_dim)
+            )
+        if kind == "sparse" and count:
+            shared = config.number("shared_expert_intermediate_size", minimum=0)
+            modules.append(_replicated("mlp.gate", hidden, count, linear=False))
+            if shared:
+                modules += _unmerged_mlp("mlp.shared_expert", hidden, shared)
+            modules.append(_experts("mlp.experts", count, hidden, config.number("moe_intermediate_size")))
+        else:
+            modules += _unmerged_mlp("mlp", hidden, config.number("intermediate_size"))
+        parts.append(tuple(modules))
+    return _layers(parts)
+
+
+def _laguna_kinds(config: Config, layers: int) -> list[str]:
+    """How transformers fills `mlp_layer_types` for the older form of the config."""
+    dense, step = config.items("mlp_only_layers"), config.number("decoder_sparse_step", default=1)
+    return ["dense" if index in dense or (index + 1) % step else "sparse" for index in range(layers)]
+
+
+def _unmerged_mlp(path: str, hidden: int, inner: int) -> Modules:
+    return (
+        _column(f"{path}.gate_proj", hidden, inner),
+        _column(f"{path}.up_proj", hidden, inner),
+        _row(f"{path}.down_proj", inner, hidden),
+    )
+
+
+def _sarvam_mla(config: Config) -> tuple[Group, ...]:
+    size = config.number("moe_shared_expert_intermediate_size", default=config.number("moe_intermediate_size"))
+    shared = size * config.number("num_shared_experts", default=1, minimum=0)
+    return _indic_moe(config, _mla(config, fused=False), shared)
+
+
+def _param2(config: Config) -> tuple[Group, ...]:
+    query, output = _attention(config, fused=True)
+    if not isinstance(query, Linear):
+        raise TypeError(query)
+    query = replace(query, children=(Child("query_key_value", sum(query.slices)),))
+    shared = config.number("num_shared_experts", default=1, minimum=0)
+    if shared:
+        shared *= config.number("moe_intermediate_size")
+        shared = config.number("moe_shared_expert_intermediate_size", default=shared)
+    return _indic_moe(config, (query, output), shared) + _vocabulary(config, "ends")
+
+
+def _indic_moe(config: Config, attention: Modules, shared: int) -> tuple[Group, ...]:
+    """Sarvam and Param2: first layers dense, the others routed experts with a shared one of size `shared`."""
+    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    routed: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+    if shared:
+        routed += _mlp("mlp.shared_experts", hidden, shared)
+    routed.append(_experts("mlp.experts", count, hidden, config.number("moe_intermediate_size")))
+    first, layers = config.number("first_k_dense_replace", default=1, minimum=0), config.number("num_hidden_layers")
+    step = config.number("moe_layer_freq", default=1)
+    dense = (*attention, *_mlp("mlp", hidden, config.number("intermediate_size")))
+    return _layers(
+        tuple(routed) if index >= first and (index - first) % step == 0 else dense for index in range(layers)
+    )
+
+
+def _pangu(config: Config) -> tuple[Group, ...]:
+    """openPangu: latent attention, attention with sinks (keys and values of unlike widths), or plain attention."""
+    latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    if all(name in config for name in latent):
+        attention = _mla(config)
+    elif config.number("param_sink_number", default=0, minimum=0):
+        attention = _pangu_sink(config)
+    else:
+        attention = _attention(config)
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    count = config.number("n_routed_experts", default=0, minimum=0)
+    first = config.number("first_k_dense_replace", minimum=0) if count else layers
+    dense = (*attention, *_mlp("mlp", hidden, config.number("intermediate_size"))) if first else ()
+    routed: list[Module] = []
+    if count:
+        inner = config.number("moe_intermediate_size")
+        shared = config.number_or_null("n_shared_experts", minimum=0)
+        routed = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+        if shared:
+            routed += _mlp("mlp.shared_experts", hidden, inner * shared)
+        routed.append(_experts("mlp.experts", count, hidden, inner))
+    return _layers(dense if index < first else tuple(routed) for index in range(layers))
+
+
+def _pangu_sink(config: Config) -> Modules:
+    hidden, heads, kv_heads = (
+        config.number(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    head_dim = config.number("qk_nope_dim") + config.number("qk_rope_dim")
+    value = config.number("v_channels")
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * value)
+    children = tuple(Child(name, size) for name, size in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
+    return (
+        Linear("self_attn.qkv_proj", "merged", hidden, sizes, children, heads=(heads, kv_heads, kv_heads)),
+        _row("self_attn.o_proj", heads * value, hidden),
+    )
+
+
+def _longcat(config: Config) -> tuple[Group, ...]:
+    """LongCat-Flash: two attentions, two MLPs and experts in each layer; the router has outputs for zero experts too.
+
+    vLLM packs no `fused_qkv_a_proj` here, so that it gets no slots and an adapter cannot reach it.
+    """
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    count, zero = config.number("n_routed_experts"), config.number("zero_expert_num", default=0, minimum=0)
+    parts: list[Module] = []
+    for half in range(2):
+        latent = _mla(config, f"self_attn.{half}")
+        parts += [module for module in latent if not module.name.endswith("fused_qkv_a_proj")]
+        parts += _mlp(f"mlps.{half}", hidden, inner)
+    parts += [
+        _replicated("mlp.router.classifier", hidden, count + zero),
+        _experts("mlp.experts", count, hidden, config.number("moe_intermediate_size")),
+    ]
+    return _same(config, *parts)
+
+
+def _renamed(builder: Builder, **names: str) -> Builder:
+    """A model whose config has names of its own (the values of `names`) for fields that `builder` reads."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        fields = {name: config.fields[own] for name, own in names.items() if own in config}
+        return builder(Config(config.fields | fields, config.where, config.inside))
+
+    return build
+
+
 def _nemotron_h(config: Config) -> tuple[Group, ...]:
     """Mamba, attention, MLP and expert layers, in the order of `hybrid_override_pattern`."""
     hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
@@ -780,18 +1021,28 @@ def _by_text_config(config: Config) -> tuple[Group, ...]:
 
 _LLAMA = _dense(embed="ends", kv_heads_default=True)
 _BARE = _dense(vocabulary=False)
+_LONGCAT = _renamed(
+    _longcat,
+    num_hidden_layers="num_layers",
+    intermediate_size="ffn_hidden_size",
+    moe_intermediate_size="expert_ffn_hidden_size",
+)
 _QWEN3 = _dense(embed="ends", head_dim=128)
 _GEMMA = _dense(vocabulary=False, head_dim=256)
 
 # By architecture, as vLLM's registry names them.
 FAMILIES: dict[str, Builder] = {
     "AXK1ForCausalLM": _deepseek(),
+    "AfmoeForCausalLM": _afmoe,
     "ApertusForCausalLM": _ungated,
     "AudioFlamingo3ForConditionalGeneration": _by_text_config,
     "BailingMoeForCausalLM": _bailing_moe,
     "BailingMoeV2ForCausalLM": _bailing_moe,
+    "ChatGLMForConditionalGeneration": _renamed(_chatglm, num_hidden_layers="num_layers"),
+    "ChatGLMModel": _renamed(_chatglm, num_hidden_layers="num_layers"),
     "Cohere2ForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
     "CohereForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "DeciLMForCausalLM": _deci,
     "DeepseekForCausalLM": _deepseek(latent=False),
     "DeepseekV2ForCausalLM": _deepseek(),
     "DeepseekV32ForCausalLM": _deepseek(sparse=True),
@@ -799,6 +1050,8 @@ FAMILIES: dict[str, Builder] = {
     "Ernie4_5ForCausalLM": _dense(embed="ends"),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
+    "Exaone4_5_ForConditionalGeneration": _by_text_config,
+    "ExaoneForCausalLM": _renamed(_exaone, num_hidden_layers="num_layers"),
     "ExaoneMoEForCausalLM": _moe_after_dense(
         "num_experts",
         "moe_intermediate_size",
@@ -815,7 +1068,6 @@ FAMILIES: dict[str, Builder] = {
         vocabulary=True,
         kinds="mlp_layer_types",
     ),
-    "Exaone4_5_ForConditionalGeneration": _by_text_config,
     "FalconH1ForCausalLM": _falcon_h1,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
@@ -833,21 +1085,22 @@ FAMILIES: dict[str, Builder] = {
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _LLAMA,
-    "GraniteSpeechForConditionalGeneration": _by_text_config,
     "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
     "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
     "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
     "GraniteMoeSharedForCausalLM": _granite_moe("attention"),
     "GraniteSWAForCausalLM": _LLAMA,
+    "GraniteSpeechForConditionalGeneration": _by_text_config,
     "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
     "HyperCLOVAXForCausalLM": _LLAMA,
-    "Idefics3ForConditionalGeneration": _idefics3,
     "IQuestCoderForCausalLM": _LLAMA,
+    "Idefics3ForConditionalGeneration": _idefics3,
     "InternLM2ForCausalLM": _internlm2,
-    "InternVLForConditionalGeneration": _by_text_config,
     "InternLM3ForCausalLM": _LLAMA,
+    "InternVLForConditionalGeneration": _by_text_config,
     "JambaForCausalLM": _jamba,
     "LLaMAForCausalLM": _LLAMA,
+    "LagunaForCausalLM": _laguna,
     "Lfm2ForCausalLM": _lfm2,
     "Lfm2MoeForCausalLM": _lfm2_moe,
     "Llama4ForCausalLM": _llama4,
@@ -856,19 +1109,28 @@ FAMILIES: dict[str, Builder] = {
     "LlavaForConditionalGeneration": _by_text_config,
     "LlavaNextForConditionalGeneration": _by_text_config,
     "LlavaNextVideoForConditionalGeneration": _by_text_config,
+    "LongcatFlashForCausalLM": _LONGCAT,
+    "LongcatFlashNgramForCausalLM": _LONGCAT,
     "MiMoForCausalLM": _BARE,
+    "MiniCPM3ForCausalLM": _minicpm3,
+    "MiniCPMForCausalLM": _minicpm,
     "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
     "Ministral3ForCausalLM": _BARE,
     "Mistral3ForConditionalGeneration": _inside(_BARE),
     "MistralForCausalLM": _BARE,
+    "MistralLarge3ForCausalLM": _deepseek(),
     "MixtralForCausalLM": _mixtral(),
     "NemotronForCausalLM": _ungated,
     "NemotronHForCausalLM": _nemotron_h,
     "OPTForCausalLM": _opt,
     "OlmoeForCausalLM": _olmoe,
     "PaliGemmaForConditionalGeneration": _by_text_config,
-    "PhiMoEForCausalLM": _mixtral(),
+    "PanguEmbeddedForCausalLM": _pangu,
+    "PanguProMoEV2ForCausalLM": _pangu,
+    "PanguUltraMoEForCausalLM": _pangu,
+    "Param2MoEForCausalLM": _param2,
     "Phi3ForCausalLM": _phi3,
+    "PhiMoEForCausalLM": _mixtral(),
     "Qwen2ForCausalLM": _BARE,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen2VLForConditionalGeneration": _inside(_BARE),
@@ -882,9 +1144,16 @@ FAMILIES: dict[str, Builder] = {
     "Qwen3_5ForConditionalGeneration": _inside(_qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)),
     "Qwen3_5MoeForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=True, vocabulary=True),
     "Qwen3_5MoeForConditionalGeneration": _inside(_qwen_hybrid("fused", interleaved=False, moe=True, vocabulary=True)),
+    "Rnj1ForCausalLM": _BARE,
+    "SarvamMLAForCausalLM": _sarvam_mla,
+    "SarvamMoEForCausalLM": _bailing_moe,
     "SmolVLMForConditionalGeneration": _idefics3,
     "SolarForCausalLM": _LLAMA,
+    "TeleChat2ForCausalLM": _renamed(
+        _LLAMA, num_hidden_layers="n_layer", num_attention_heads="n_head", intermediate_size="ffn_hidden_size"
+    ),
     "TeleChat3ForCausalLM": _LLAMA,
+    "TeleFLMForCausalLM": _LLAMA,
 }
 
 # For a config.json without `architectures`, and for the text model inside a multimodal one.

@@ -177,4 +177,5 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
     # A text model may keep its fields in text_config too; a multimodal one looks for its text model itself.
     groups = builder(text if str(architecture).endswith("ForCausalLM") else config)
-    return ModelShape(where, str(architecture), text.number("num_hidden_layers"), groups)
+    layers = 1 + max(index for group in groups for index in group.layers)
+    return ModelShape(where, str(architecture), layers, groups)
