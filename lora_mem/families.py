@@ -869,6 +869,86 @@ def _renamed(builder: Builder, **names: str) -> Builder:
     return build
 
 
+def _deepseek_v4(config: Config) -> tuple[Group, ...]:
+    """DeepSeek V4: grouped output projection, and keys and values compressed 128-fold or 4-fold in most layers."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    feed: list[Module] = [_replicated("ffn.gate", hidden, count, linear=False)]
+    shared = config.number_or_null("n_shared_experts", minimum=0)
+    if shared:
+        feed += [
+            _gate_up("ffn.shared_experts.gate_up_proj", hidden, inner * shared, ("w1", "w3")),
+            _row("ffn.shared_experts.down_proj", inner * shared, hidden),
+        ]
+    feed.append(_experts("ffn.experts", count, hidden, inner, names=("w1", "w2", "w3")))
+    return _layers((*_deepseek_v4_attention(config, ratio), *feed) for ratio in _compress_ratios(config, layers))
+
+
+def _deepseek_v4_attention(config: Config, ratio: int) -> Modules:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    head_dim, rank = config.number("head_dim"), config.number("q_lora_rank")
+    groups, out_rank = config.number("o_groups"), config.number("o_lora_rank")
+    if heads * head_dim % groups:
+        raise config.error("o_groups", f"must divide num_attention_heads * head_dim = {heads * head_dim}")
+    modules: list[Module] = [
+        _latent_pair("attn.fused_wqa_wkv", hidden, ("wq_a", "wkv"), (rank, head_dim)),
+        _column("attn.wq_b", rank, heads * head_dim, heads=heads),
+        _column("attn.wo_a", heads * head_dim // groups, groups * out_rank, heads=groups),
+        _row("attn.wo_b", groups * out_rank, hidden),
+    ]
+    overlap = 2 if ratio == 4 else 1
+    if ratio > 1:
+        width = overlap * head_dim
+        name = "attn.compressor.fused_wkv_wgate"
+        modules.append(_latent_pair(name, hidden, ("wkv", "wgate"), (width, width)))
+    if ratio == 4:
+        index_heads, index_dim = config.number("index_n_heads"), config.number("index_head_dim")
+        width = overlap * index_dim
+        name = "attn.indexer.compressor.fused_wkv_wgate"
+        modules += [
+            _replicated("attn.indexer.wq_b", rank, index_heads * index_dim),
+            _replicated("attn.indexer.weights_proj", hidden, index_heads),
+            _latent_pair(name, hidden, ("wkv", "wgate"), (width, width)),
+        ]
+    return tuple(modules)
+
+
+def _latent_pair(name: str, inputs: int, names: tuple[str, str], sizes: tuple[int, int]) -> Linear:
+    children = tuple(Child(child, size) for child, size in zip(names, sizes, strict=True))
+    return Linear(name, "merged", inputs, sizes, children, tensor_parallel=False)
+
+
+def _compress_ratios(config: Config, layers: int) -> list[int]:
+    """How many tokens share one compressed key in each layer: DeepSeek's own field, or transformers' two."""
+    if "compress_ratios" in config:
+        # DeepSeek's list goes on for the layers of multi-token prediction.
+        own = config.items("compress_ratios")[:layers]
+        if len(own) != layers or not all(isinstance(ratio, int) for ratio in own):
+            raise config.error("compress_ratios", f"must have a whole number for each of {layers} layers")
+        return [max(1, ratio) for ratio in own]
+    kinds, rates = config.items("layer_types", layers), config.sub("compress_rates")
+    if not kinds:
+        raise config.error("layer_types", f"is missing; {layers} entries are needed, one for each layer")
+    return [rates.number(str(kind), default=1) for kind in kinds]
+
+
+def _plamo3(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    layer = (
+        *_attention(config, "mixer", fused=True),
+        _column("mlp.gate_up_proj", hidden, 2 * inner),
+        _row("mlp.down_proj", inner, hidden),
+    )
+    return _layers([layer] * config.number("num_hidden_layers"), "model.layers.layers.{}")
+
+
+def _muse_glimmer(config: Config) -> tuple[Group, ...]:
+    text = config.sub("text_config") if "text_config" in config else config
+    hidden, heads = text.number("hidden_size"), text.number("num_attention_heads")
+    gate = _column("self_attn.output_gate_proj", hidden, heads * text.number("head_dim"))
+    return _same(text, *_attention(text), gate, *_mlp("mlp", hidden, text.number("intermediate_size")))
+
+
 def _nemotron_h(config: Config) -> tuple[Group, ...]:
     """Mamba, attention, MLP and expert layers, in the order of `hybrid_override_pattern`."""
     hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
@@ -1008,6 +1088,23 @@ def _idefics3(config: Config) -> tuple[Group, ...]:
     return tuple(replace(group, prefix=group.prefix.replace("model.", "model.text_model.", 1)) for group in groups)
 
 
+def _thinker(builder: Builder) -> Builder:
+    """The omni models: only the thinker is served, and its text model gets slots."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        return _inside(builder)(config.sub("thinker_config") if "thinker_config" in config else config)
+
+    return build
+
+
+def _by_llm_config(config: Config) -> tuple[Group, ...]:
+    """As `_by_text_config`, for configs that call the text model `llm_config`."""
+    if "llm_config" in config:
+        fields = config.fields | {"text_config": config.fields["llm_config"]}
+        config = Config(fields, config.where, config.inside)
+    return _by_text_config(config)
+
+
 def _by_text_config(config: Config) -> tuple[Group, ...]:
     """A multimodal model around whatever text model its text_config names."""
     text = config.sub("text_config")
@@ -1047,6 +1144,7 @@ FAMILIES: dict[str, Builder] = {
     "DeepseekV2ForCausalLM": _deepseek(),
     "DeepseekV32ForCausalLM": _deepseek(sparse=True),
     "DeepseekV3ForCausalLM": _deepseek(),
+    "DeepseekV4ForCausalLM": _deepseek_v4,
     "Ernie4_5ForCausalLM": _dense(embed="ends"),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
@@ -1081,8 +1179,12 @@ FAMILIES: dict[str, Builder] = {
     ),
     "Glm4MoeLiteForCausalLM": _deepseek(),
     "Glm4vForConditionalGeneration": _inside(_glm4v),
+    "Glm4vMoeForConditionalGeneration": _inside(
+        _moe_after_dense("n_routed_experts", "moe_intermediate_size", "n_shared_experts", "mlp.shared_experts")
+    ),
     "GlmAsrForConditionalGeneration": _by_text_config,
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
+    "GlmOcrForConditionalGeneration": _inside(_glm4v),
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _LLAMA,
     "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
@@ -1091,12 +1193,14 @@ FAMILIES: dict[str, Builder] = {
     "GraniteMoeSharedForCausalLM": _granite_moe("attention"),
     "GraniteSWAForCausalLM": _LLAMA,
     "GraniteSpeechForConditionalGeneration": _by_text_config,
+    "GraniteSpeechPlusForConditionalGeneration": _by_text_config,
     "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
     "HyperCLOVAXForCausalLM": _LLAMA,
     "IQuestCoderForCausalLM": _LLAMA,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternLM2ForCausalLM": _internlm2,
     "InternLM3ForCausalLM": _LLAMA,
+    "InternVLChatModel": _by_llm_config,
     "InternVLForConditionalGeneration": _by_text_config,
     "JambaForCausalLM": _jamba,
     "LLaMAForCausalLM": _LLAMA,
@@ -1114,12 +1218,20 @@ FAMILIES: dict[str, Builder] = {
     "MiMoForCausalLM": _BARE,
     "MiniCPM3ForCausalLM": _minicpm3,
     "MiniCPMForCausalLM": _minicpm,
+    "MiniCPMV4_6ForConditionalGeneration": _inside(
+        _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
+    ),
+    "MiniCPMV4_7ForConditionalGeneration": _inside(
+        _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
+    ),
     "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
     "Ministral3ForCausalLM": _BARE,
     "Mistral3ForConditionalGeneration": _inside(_BARE),
     "MistralForCausalLM": _BARE,
     "MistralLarge3ForCausalLM": _deepseek(),
     "MixtralForCausalLM": _mixtral(),
+    "MuseGlimmerForCausalLM": _muse_glimmer,
+    "MuseGlimmerForConditionalGeneration": _muse_glimmer,
     "NemotronForCausalLM": _ungated,
     "NemotronHForCausalLM": _nemotron_h,
     "OPTForCausalLM": _opt,
@@ -1131,13 +1243,18 @@ FAMILIES: dict[str, Builder] = {
     "Param2MoEForCausalLM": _param2,
     "Phi3ForCausalLM": _phi3,
     "PhiMoEForCausalLM": _mixtral(),
+    "Plamo3ForCausalLM": _plamo3,
     "Qwen2ForCausalLM": _BARE,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen2VLForConditionalGeneration": _inside(_BARE),
+    "Qwen2_5OmniForConditionalGeneration": _thinker(_BARE),
+    "Qwen2_5OmniModel": _thinker(_BARE),
     "Qwen2_5_VLForConditionalGeneration": _inside(_BARE),
+    "Qwen3ASRForConditionalGeneration": _thinker(_QWEN3),
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _qwen3_moe(),
     "Qwen3NextForCausalLM": _qwen_hybrid("gated", interleaved=True, moe=True, vocabulary=False),
+    "Qwen3OmniMoeForConditionalGeneration": _thinker(_qwen3_moe()),
     "Qwen3VLForConditionalGeneration": _inside(_QWEN3),
     "Qwen3VLMoeForConditionalGeneration": _inside(_qwen3_moe("fused")),
     "Qwen3_5ForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True),
@@ -1233,43 +1350,142 @@ WITHOUT_LORA: frozenset[str] = frozenset(
         "AriaForConditionalGeneration",
         "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
+        "BeamForCausalLM",
         "BeeForConditionalGeneration",
         "BloomForCausalLM",
         "Cohere2MoeForCausalLM",
         "Cohere2VisionForConditionalGeneration",
+        "CohereAsrForConditionalGeneration",
+        "Cosmos3EdgeForConditionalGeneration",
         "DbrxForCausalLM",
         "DeepseekV41ForCausalLM",
         "DeepseekVLV2ForCausalLM",
+        "DiffusionGemmaForBlockDiffusion",
+        "DomynEdgeForCausalLM",
+        "DoryForCausalLM",
+        "Dots3NoteForCausalLM",
         "FalconForCausalLM",
         "FalconMambaForCausalLM",
+        "FireRedASR2ForConditionalGeneration",
+        "FlintForCausalLM",
+        "FunASRForConditionalGeneration",
+        "FunAudioChatForConditionalGeneration",
         "GPT2LMHeadModel",
         "GPTJForCausalLM",
         "Gemma3nForCausalLM",
         "Gemma3nForConditionalGeneration",
         "Glm5NextForCausalLM",
+        "HCXVisionV2ForCausalLM",
+        "HfMoondream",
+        "HrmTextForCausalLM",
         "IQuestLoopCoderForCausalLM",
+        "KananaVForConditionalGeneration",
         "KimiK25ForConditionalGeneration",
         "KimiK3ForConditionalGeneration",
         "KimiLinearForCausalLM",
         "KimiVLForConditionalGeneration",
+        "LlavaOnevision2ForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
         "Mamba2ForCausalLM",
         "MambaForCausalLM",
+        "MiDashengLMModel",
         "MiMoV2FlashForCausalLM",
         "MiMoV2ForCausalLM",
         "MiMoV2OmniForCausalLM",
         "MiniMaxM3SparseForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration",
+        "Moondream3ForCausalLM",
+        "MoonshotKimiaForCausalLM",
+        "MossTranscribeDiarizeForConditionalGeneration",
+        "NemotronParseForConditionalGeneration",
+        "OpenVLAForActionPrediction",
         "OrionForCausalLM",
         "Ovis",
         "Ovis2_5",
+        "Ovis2_6ForCausalLM",
+        "Ovis2_6_MoeForCausalLM",
+        "PaddleOCRVLForConditionalGeneration",
         "Phi3VForCausalLM",
+        "Phi4ForCausalLMV",
         "Qwen2AudioForConditionalGeneration",
+        "RForConditionalGeneration",
+        "RadioMBartPrefixForCausalLM",
+        "SkyworkR1VChatModel",
+        "StableLmForCausalLM",
         "Step1ForCausalLM",
         "Step3TextForCausalLM",
         "Step3VLForConditionalGeneration",
         "Step3p5ForCausalLM",
-        "StableLmForCausalLM",
+        "Step3p7ForConditionalGeneration",
+        "StepVLForConditionalGeneration",
         "Zamba2ForCausalLM",
+    }
+)
+
+# vLLM 0.33 serves these with LoRA and their model code has not been read here, or could not be run to check it: an
+# error says so, and a test compares this list with vLLM's registry. To take one off it, write its family and add facts.
+NOT_YET_KNOWN: frozenset[str] = frozenset(
+    {
+        "AliceAIForCausalLM",
+        "Alpamayo2Super",
+        "BagelForConditionalGeneration",
+        "Blip2ForConditionalGeneration",
+        "CohereCompassForConditionalGeneration",
+        "Cosmos3ForConditionalGeneration",
+        "DeepseekOCR2ForCausalLM",
+        "DeepseekOCRForCausalLM",
+        "DeepseekV4ForConditionalGeneration",
+        "DotsOCRForCausalLM",
+        "Eagle2_5_VLForConditionalGeneration",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "GLM4VForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Glm5NextForConditionalGeneration",
+        "Granite4VisionForConditionalGeneration",
+        "H2OVLChatModel",
+        "HYV4ForCausalLM",
+        "InklingForCausalLM",
+        "InklingForConditionalGeneration",
+        "InternS1ForConditionalGeneration",
+        "InternS1ProForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "IsaacForConditionalGeneration",
+        "K2HorizonForCausalLM",
+        "KeyeForConditionalGeneration",
+        "KeyeVL1_5ForConditionalGeneration",
+        "Lfm2VlForConditionalGeneration",
+        "LightOnOCRForConditionalGeneration",
+        "Llama_Nemotron_Nano_VL",
+        "MiniCPMO",
+        "MiniCPMOcrForConditionalGeneration",
+        "MiniCPMV",
+        "Molmo2ForConditionalGeneration",
+        "MolmoForCausalLM",
+        "MossAudioModel",
+        "MuseSparkForConditionalGeneration",
+        "NVLM_D",
+        "NemotronHPuzzleForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "OlmoHybridForCausalLM",
+        "OpenCUAForConditionalGeneration",
+        "OpenPanguVLForConditionalGeneration",
+        "Phi4MMForCausalLM",
+        "PixtralForConditionalGeneration",
+        "QianfanOCRForConditionalGeneration",
+        "Qwen3ASRRealtimeGeneration",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
+        "Step5ForCausalLM",
+        "Step5ForConditionalGeneration",
+        "UltravoxModel",
+        "UnlimitedOCRForCausalLM",
+        "VoxtralForConditionalGeneration",
+        "VoxtralRealtimeGeneration",
+        "WhisperForConditionalGeneration",
     }
 )
