@@ -712,8 +712,8 @@ def _chatglm(config: Config) -> tuple[Group, ...]:
 
 def _afmoe(config: Config) -> tuple[Group, ...]:
     """Trinity: attention with an output gate, first layers dense."""
-    hidden, attention = config.number("hidden_size"), _attention(config)
-    width = config.number("num_attention_heads") * config.number("head_dim")
+    hidden, attention = config.number("hidden_size"), _attention(config, head_dim=128)
+    width = config.number("num_attention_heads") * config.number("head_dim", default=128)
     gate = _column("self_attn.gate_proj", hidden, width)
     count, inner = config.number("num_experts"), config.number("moe_intermediate_size")
     routed: list[Module] = [*attention, gate, _replicated("mlp.gate", hidden, count, linear=False)]
@@ -729,16 +729,16 @@ def _afmoe(config: Config) -> tuple[Group, ...]:
 def _laguna(config: Config) -> tuple[Group, ...]:
     """Heads of their own in each layer, an output gate, and MLPs whose gate and up are not merged."""
     hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
-    kinds = config.items("mlp_layer_types", layers) or _laguna_kinds(config, layers)
+    kinds = config.items("mlp_layer_types", layers) or ["dense"] + ["sparse"] * (layers - 1)
     per_layer = config.items("num_attention_heads_per_layer", layers)
     count = config.number("num_experts", minimum=0)
     parts: list[Modules] = []
     for index, kind in enumerate(kinds):
         fields = config.fields | ({"num_attention_heads": per_layer[index]} if per_layer else {})
         own = Config(fields, config.where, config.inside)
-        heads, head_dim = own.number("num_attention_heads"), own.number("head_dim")
-        modules: list[Module] = [*_attention(own)]
-        gating = config.fields.get("gating")
+        heads, head_dim = own.number("num_attention_heads"), own.number("head_dim", default=128)
+        modules: list[Module] = [*_attention(own, head_dim=128)]
+        gating = config.fields.get("gating", True)
         if gating:
             modules.append(
                 _column("self_attn.g_proj", hidden, heads if gating in (True, "per-head") else heads * head_dim)
@@ -753,12 +753,6 @@ def _laguna(config: Config) -> tuple[Group, ...]:
             modules += _unmerged_mlp("mlp", hidden, config.number("intermediate_size"))
         parts.append(tuple(modules))
     return _layers(parts)
-
-
-def _laguna_kinds(config: Config, layers: int) -> list[str]:
-    """How transformers fills `mlp_layer_types` for the older form of the config."""
-    dense, step = config.items("mlp_only_layers"), config.number("decoder_sparse_step", default=1)
-    return ["dense" if index in dense or (index + 1) % step else "sparse" for index in range(layers)]
 
 
 def _unmerged_mlp(path: str, hidden: int, inner: int) -> Modules:
@@ -919,17 +913,65 @@ def _latent_pair(name: str, inputs: int, names: tuple[str, str], sizes: tuple[in
 
 
 def _compress_ratios(config: Config, layers: int) -> list[int]:
-    """How many tokens share one compressed key in each layer: DeepSeek's own field, or transformers' two."""
-    if "compress_ratios" in config:
-        # DeepSeek's list goes on for the layers of multi-token prediction.
-        own = config.items("compress_ratios")[:layers]
-        if len(own) != layers or not all(isinstance(ratio, int) for ratio in own):
-            raise config.error("compress_ratios", f"must have a whole number for each of {layers} layers")
-        return [max(1, ratio) for ratio in own]
-    kinds, rates = config.items("layer_types", layers), config.sub("compress_rates")
-    if not kinds:
-        raise config.error("layer_types", f"is missing; {layers} entries are needed, one for each layer")
-    return [rates.number(str(kind), default=1) for kind in kinds]
+    """How many tokens share one compressed key in each layer: transformers' field, or DeepSeek's own."""
+    kinds = config.items("layer_types", layers)
+    if kinds:
+        rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+        own_rates = config.sub("compress_rates").fields if "compress_rates" in config else {}
+        return [max(1, (rates | own_rates).get(str(kind), 1)) for kind in kinds]
+    # DeepSeek's list goes on for the layers of multi-token prediction.
+    own = config.items("compress_ratios")[:layers]
+    if len(own) != layers or not all(isinstance(ratio, int) for ratio in own):
+        raise config.error("compress_ratios", f"must have a whole number for each of {layers} layers, or layer_types")
+    return [max(1, ratio) for ratio in own]
+
+
+def _hy_v4(config: Config) -> tuple[Group, ...]:
+    """Hunyuan V4: gated latent attention with an indexer in some layers, and hyper-connections around each part."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    heads, channels = config.number("num_attention_heads"), config.number("hc_mult", default=4)
+    attention = [*_mla(config)]
+    if config.flag("gated_mla", default=True):
+        width = 1 if config.fields.get("gating_type") == "headwise" else config.number("v_head_dim")
+        attention.append(_column("self_attn.linear_gate", hidden, heads * width))
+    connected = config.flag("enable_ihc", default=True)
+    if connected:
+        wide = channels * hidden
+        attention += [
+            _replicated(f"{part}.hc_pre.hc_fn", wide, 2 * channels) for part in ("hc_attn_layer", "hc_mlp_layer")
+        ]
+    index_heads, index_dim = config.number("index_n_heads"), config.number("index_head_dim")
+    indexer = (
+        _replicated("self_attn.indexer.wq_b", config.number("q_lora_rank"), index_heads * index_dim),
+        _latent_pair("self_attn.indexer.wk_weights_proj", hidden, ("wk", "weights_proj"), (index_dim, index_heads)),
+    )
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    routed: list[Module] = [_replicated("mlp.gate", hidden, count, linear=False)]
+    shared = config.number("n_shared_experts", minimum=0)
+    if shared:
+        routed += _mlp("mlp.shared_experts", hidden, inner * shared)
+    routed.append(_experts("mlp.experts", count, hidden, inner))
+    dense = _mlp("mlp", hidden, config.number("intermediate_size"))
+    kinds = config.items("mlp_layer_types", layers) or ["dense"] + ["sparse"] * (layers - 1)
+    groups = _layers(
+        (*attention, *(indexer if full else ()), *(dense if kind == "dense" else routed))
+        for kind, full in zip(kinds, _hy_v4_indexers(config, layers), strict=True)
+    )
+    if connected:
+        groups += (Group("model.hc_head", (), (_replicated("hc_head_fn", wide, channels),), "last"),)
+    return groups
+
+
+def _hy_v4_indexers(config: Config, layers: int) -> list[bool]:
+    """Which layers have an indexer: those of sparse attention that do not share another's."""
+    lists = {name: config.items(name, layers) for name in ("layer_types", "indexer_types")}
+    for name, values in lists.items():
+        if not values:
+            raise config.error(name, f"is missing; {layers} entries are needed, one for each layer")
+    sparse = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
+    return [
+        kind in sparse and own == "full" for kind, own in zip(lists["layer_types"], lists["indexer_types"], strict=True)
+    ]
 
 
 def _plamo3(config: Config) -> tuple[Group, ...]:
@@ -1195,6 +1237,7 @@ FAMILIES: dict[str, Builder] = {
     "GraniteSpeechForConditionalGeneration": _by_text_config,
     "GraniteSpeechPlusForConditionalGeneration": _by_text_config,
     "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
+    "HYV4ForCausalLM": _hy_v4,
     "HyperCLOVAXForCausalLM": _LLAMA,
     "IQuestCoderForCausalLM": _LLAMA,
     "Idefics3ForConditionalGeneration": _idefics3,
@@ -1444,7 +1487,6 @@ NOT_YET_KNOWN: frozenset[str] = frozenset(
         "Glm5NextForConditionalGeneration",
         "Granite4VisionForConditionalGeneration",
         "H2OVLChatModel",
-        "HYV4ForCausalLM",
         "InklingForCausalLM",
         "InklingForConditionalGeneration",
         "InternS1ForConditionalGeneration",
