@@ -1297,7 +1297,7 @@ FAMILIES: dict[str, Builder] = {
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _qwen3_moe(),
     "Qwen3NextForCausalLM": _qwen_hybrid("gated", interleaved=True, moe=True, vocabulary=False),
-    "Qwen3OmniMoeForConditionalGeneration": _thinker(_qwen3_moe()),
+    "Qwen3OmniMoeForConditionalGeneration": _thinker(_qwen3_moe("fused")),
     "Qwen3VLForConditionalGeneration": _inside(_QWEN3),
     "Qwen3VLMoeForConditionalGeneration": _inside(_qwen3_moe("fused")),
     "Qwen3_5ForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True),
