@@ -326,9 +326,7 @@ def _deployed(path: str, module: Module, targets: tuple[str, ...]) -> bool:
     """vLLM's `is_in_target_modules`: the last part of the path, the whole path, or a packed child."""
     if path.rpartition(".")[2] in targets or path in targets:
         return True
-    if isinstance(module, Experts) or len(module.children) < 2:
-        return False
-    return any(child.name in targets for child in module.children)
+    return not isinstance(module, Experts) and any(child.name in targets for child in module.children)
 
 
 # The adapter

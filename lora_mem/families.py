@@ -101,19 +101,28 @@ def _attention(
     )
 
 
-def _mla(config: Config, path: str = "self_attn", indexer: bool = False) -> Modules:
-    """Multi-head latent attention, with the indexer of sparse attention or without."""
+def _mla(config: Config, path: str = "self_attn", indexer: bool = False, fused: bool = True) -> Modules:
+    """Multi-head latent attention, with the indexer of sparse attention or without.
+
+    `fused` False is for the models where vLLM keeps the two projections into the latent space apart.
+    """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
     latent, rope = config.number("kv_lora_rank"), config.number("qk_rope_head_dim")
     nope, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
     modules: list[Module] = []
     q_rank = config.number_or_null("q_lora_rank")
-    if q_rank is not None:
+    if q_rank is not None and not fused:
+        modules += [
+            _replicated(f"{path}.q_a_proj", hidden, q_rank),
+            _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads),
+            _replicated(f"{path}.kv_a_proj_with_mqa", hidden, latent + rope),
+        ]
+    elif q_rank is not None:
         children = (Child("q_a_proj", q_rank), Child("kv_a_proj_with_mqa", latent + rope))
-        fused = Linear(
+        joined = Linear(
             f"{path}.fused_qkv_a_proj", "merged", hidden, (q_rank, latent + rope), children, tensor_parallel=False
         )
-        modules += [fused, _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads)]
+        modules += [joined, _column(f"{path}.q_b_proj", q_rank, heads * (nope + rope), heads=heads)]
         if indexer:
             index = config.number("index_n_heads") * config.number("index_head_dim")
             modules.append(_replicated(f"{path}.indexer.wq_b", q_rank, index))
@@ -196,8 +205,10 @@ def _same(config: Config, *modules: Module) -> tuple[Group, ...]:
     return _layers([modules] * config.number("num_hidden_layers"))
 
 
-def _vocabulary(config: Config, embed: Stage = "first", head: Stage | None = "last") -> tuple[Group, ...]:
-    """embed_tokens and lm_head (None: not), for the models that list them in `embedding_modules`.
+def _vocabulary(
+    config: Config, embed: Stage = "first", head: Stage | None = "last", path: str = "model.embed_tokens"
+) -> tuple[Group, ...]:
+    """embed_tokens (at `path`) and lm_head (None: not), for the models that list them in `embedding_modules`.
 
     `embed` and `head` are the pipeline stages that vLLM builds them in; `ends` is the first one, and the last one too
     where the two share their weights.
@@ -205,9 +216,10 @@ def _vocabulary(config: Config, embed: Stage = "first", head: Stage | None = "la
     hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
     if embed == "ends" and not config.flag("tie_word_embeddings", default=False):
         embed = "first"
-    embedding = Linear("embed_tokens", "embedding", vocab, (hidden,), (Child("embed_tokens", hidden, linear=False),))
+    prefix, _, name = path.rpartition(".")
+    embedding = Linear(name, "embedding", vocab, (hidden,), (Child(name, hidden, linear=False),))
     logits = Linear("lm_head", "logits", hidden, (vocab,), (Child("lm_head", vocab, linear=False),))
-    groups: tuple[Group, ...] = (Group("model", (), (embedding,), embed),)
+    groups: tuple[Group, ...] = (Group(prefix, (), (embedding,), embed),)
     return groups if head is None else (*groups, Group("", (), (logits,), head))
 
 
@@ -628,6 +640,357 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
     return groups
 
 
+def _minicpm(config: Config) -> tuple[Group, ...]:
+    """MiniCPM 1 and 2; its experts are no MoERunner to vLLM, so that only their router gets slots."""
+    hidden, count = config.number("hidden_size"), config.number("num_experts", default=0, minimum=0)
+    feed: Modules = (_replicated("mlp.gate", hidden, count),)
+    if not count:
+        feed = _mlp("mlp", hidden, config.number("intermediate_size"))
+    return _same(config, *_attention(config), *feed) + _vocabulary(config, "every", "every")
+
+
+def _minicpm3(config: Config) -> tuple[Group, ...]:
+    mlp = _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
+    return _same(config, *_mla(config, fused=False), *mlp) + _vocabulary(config, "every", "every")
+
+
+def _exaone(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    layer = (
+        *_attention(config, "attn.attention", out="out_proj", kv_heads_default=True),
+        _gate_up("mlp.gate_up_proj", hidden, inner, ("c_fc_0", "c_fc_1")),
+        _row("mlp.c_proj", inner, hidden),
+    )
+    groups = _layers([layer] * config.number("num_hidden_layers"), "transformer.h.{}")
+    return groups + _vocabulary(config, "ends", path="transformer.wte")
+
+
+def _deci(config: Config) -> tuple[Group, ...]:
+    """Nemotron NAS: each layer has key and value heads and an MLP of its own, or none."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    heads = config.number("num_attention_heads")
+    blocks = config.items("block_configs", layers)
+    if not blocks:
+        raise config.error("block_configs", f"is missing; {layers} entries are needed, one for each layer")
+    kinds: list[Modules] = []
+    for index, fields in enumerate(blocks):
+        block = Config({"block": fields}, config.where, f"block_configs[{index}].").sub("block")
+        attention, ffn = block.sub("attention"), block.sub("ffn")
+        parts: list[Module] = []
+        if not attention.flag("no_op", default=False):
+            in_group = attention.number("n_heads_in_group")
+            parts += _attention(Config(config.fields | {"num_key_value_heads": heads // in_group}, config.where))
+        if not ffn.flag("no_op", default=False):
+            parts += _mlp("mlp", hidden, _deci_inner(ffn, hidden))
+        kinds.append(tuple(parts))
+    return _layers(kinds) + _vocabulary(config, "ends")
+
+
+def _deci_inner(ffn: Config, hidden: int) -> int:
+    multiple = ffn.fields.get("ffn_mult")
+    if multiple is None:
+        return ffn.number("intermediate_size")
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or multiple <= 0:
+        raise ffn.error("ffn_mult", "must be a number above 0")
+    return -(-int(2 * multiple * hidden / 3) // 256) * 256
+
+
+def _chatglm(config: Config) -> tuple[Group, ...]:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    inner = config.number("ffn_hidden_size")
+    kv_heads = heads
+    if config.flag("multi_query_attention", default=False):
+        kv_heads = config.number("multi_query_group_num")
+    layer = (
+        _qkv("self_attention.query_key_value", hidden, heads, kv_heads, hidden // heads, fused=True),
+        _row("self_attention.dense", heads * (hidden // heads), hidden),
+        _column("mlp.dense_h_to_4h", hidden, 2 * inner),
+        _row("mlp.dense_4h_to_h", inner, hidden),
+    )
+    return _layers([layer] * config.number("num_hidden_layers"), "transformer.encoder.layers.{}")
+
+
+def _afmoe(config: Config) -> tuple[Group, ...]:
+    """Trinity: attention with an output gate, first layers dense."""
+    hidden, attention = config.number("hidden_size"), _attention(config, head_dim=128)
+    width = config.number("num_attention_heads") * config.number("head_dim", default=128)
+    gate = _column("self_attn.gate_proj", hidden, width)
+    count, inner = config.number("num_experts"), config.number("moe_intermediate_size")
+    routed: list[Module] = [*attention, gate, _replicated("mlp.gate", hidden, count, linear=False)]
+    shared = config.number("num_shared_experts", minimum=0)
+    if shared:
+        routed += _mlp("mlp.shared_experts", hidden, inner * shared)
+    routed.append(_experts("mlp.experts", count, hidden, inner))
+    first, layers = config.number("num_dense_layers", minimum=0), config.number("num_hidden_layers")
+    dense = (*attention, gate, *_mlp("mlp", hidden, config.number("intermediate_size"))) if first else ()
+    return _layers(dense if index < first else tuple(routed) for index in range(layers))
+
+
+def _laguna(config: Config) -> tuple[Group, ...]:
+    """Heads of their own in each layer, an output gate, and MLPs whose gate and up are not merged."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    kinds = config.items("mlp_layer_types", layers) or ["dense"] + ["sparse"] * (layers - 1)
+    per_layer = config.items("num_attention_heads_per_layer", layers)
+    count = config.number("num_experts", minimum=0)
+    parts: list[Modules] = []
+    for index, kind in enumerate(kinds):
+        fields = config.fields | ({"num_attention_heads": per_layer[index]} if per_layer else {})
+        own = Config(fields, config.where, config.inside)
+        heads, head_dim = own.number("num_attention_heads"), own.number("head_dim", default=128)
+        modules: list[Module] = [*_attention(own, head_dim=128)]
+        gating = config.fields.get("gating", True)
+        if gating:
+            modules.append(
+                _column("self_attn.g_proj", hidden, heads if gating in (True, "per-head") else heads * head_dim)
+            )
+        if kind == "sparse" and count:
+            shared = config.number("shared_expert_intermediate_size", minimum=0)
+            modules.append(_replicated("mlp.gate", hidden, count, linear=False))
+            if shared:
+                modules += _unmerged_mlp("mlp.shared_expert", hidden, shared)
+            modules.append(_experts("mlp.experts", count, hidden, config.number("moe_intermediate_size")))
+        else:
+            modules += _unmerged_mlp("mlp", hidden, config.number("intermediate_size"))
+        parts.append(tuple(modules))
+    return _layers(parts)
+
+
+def _unmerged_mlp(path: str, hidden: int, inner: int) -> Modules:
+    return (
+        _column(f"{path}.gate_proj", hidden, inner),
+        _column(f"{path}.up_proj", hidden, inner),
+        _row(f"{path}.down_proj", inner, hidden),
+    )
+
+
+def _sarvam_mla(config: Config) -> tuple[Group, ...]:
+    size = config.number("moe_shared_expert_intermediate_size", default=config.number("moe_intermediate_size"))
+    shared = size * config.number("num_shared_experts", default=1, minimum=0)
+    return _indic_moe(config, _mla(config, fused=False), shared)
+
+
+def _param2(config: Config) -> tuple[Group, ...]:
+    query, output = _attention(config, fused=True)
+    if not isinstance(query, Linear):
+        raise TypeError(query)
+    query = replace(query, children=(Child("query_key_value", sum(query.slices)),))
+    shared = config.number("num_shared_experts", default=1, minimum=0)
+    if shared:
+        shared *= config.number("moe_intermediate_size")
+        shared = config.number("moe_shared_expert_intermediate_size", default=shared)
+    return _indic_moe(config, (query, output), shared) + _vocabulary(config, "ends")
+
+
+def _indic_moe(config: Config, attention: Modules, shared: int) -> tuple[Group, ...]:
+    """Sarvam and Param2: first layers dense, the others routed experts with a shared one of size `shared`."""
+    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    routed: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+    if shared:
+        routed += _mlp("mlp.shared_experts", hidden, shared)
+    routed.append(_experts("mlp.experts", count, hidden, config.number("moe_intermediate_size")))
+    first, layers = config.number("first_k_dense_replace", default=1, minimum=0), config.number("num_hidden_layers")
+    step = config.number("moe_layer_freq", default=1)
+    dense = (*attention, *_mlp("mlp", hidden, config.number("intermediate_size")))
+    return _layers(
+        tuple(routed) if index >= first and (index - first) % step == 0 else dense for index in range(layers)
+    )
+
+
+def _pangu(config: Config) -> tuple[Group, ...]:
+    """openPangu: latent attention, attention with sinks (keys and values of unlike widths), or plain attention."""
+    latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    if all(name in config for name in latent):
+        attention = _mla(config)
+    elif config.number("param_sink_number", default=0, minimum=0):
+        attention = _pangu_sink(config)
+    else:
+        attention = _attention(config)
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    count = config.number("n_routed_experts", default=0, minimum=0)
+    first = config.number("first_k_dense_replace", minimum=0) if count else layers
+    dense = (*attention, *_mlp("mlp", hidden, config.number("intermediate_size"))) if first else ()
+    routed: list[Module] = []
+    if count:
+        inner = config.number("moe_intermediate_size")
+        shared = config.number_or_null("n_shared_experts", minimum=0)
+        routed = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+        if shared:
+            routed += _mlp("mlp.shared_experts", hidden, inner * shared)
+        routed.append(_experts("mlp.experts", count, hidden, inner))
+    return _layers(dense if index < first else tuple(routed) for index in range(layers))
+
+
+def _pangu_sink(config: Config) -> Modules:
+    hidden, heads, kv_heads = (
+        config.number(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    head_dim = config.number("qk_nope_dim") + config.number("qk_rope_dim")
+    value = config.number("v_channels")
+    sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * value)
+    children = tuple(Child(name, size) for name, size in zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
+    return (
+        Linear("self_attn.qkv_proj", "merged", hidden, sizes, children, heads=(heads, kv_heads, kv_heads)),
+        _row("self_attn.o_proj", heads * value, hidden),
+    )
+
+
+def _longcat(config: Config) -> tuple[Group, ...]:
+    """LongCat-Flash: two attentions, two MLPs and experts in each layer; the router has outputs for zero experts too.
+
+    vLLM packs no `fused_qkv_a_proj` here, so that it gets no slots and an adapter cannot reach it.
+    """
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    count, zero = config.number("n_routed_experts"), config.number("zero_expert_num", default=0, minimum=0)
+    parts: list[Module] = []
+    for half in range(2):
+        latent = _mla(config, f"self_attn.{half}")
+        parts += [module for module in latent if not module.name.endswith("fused_qkv_a_proj")]
+        parts += _mlp(f"mlps.{half}", hidden, inner)
+    parts += [
+        _replicated("mlp.router.classifier", hidden, count + zero),
+        _experts("mlp.experts", count, hidden, config.number("moe_intermediate_size")),
+    ]
+    return _same(config, *parts)
+
+
+def _renamed(builder: Builder, **names: str) -> Builder:
+    """A model whose config has names of its own (the values of `names`) for fields that `builder` reads."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        fields = {name: config.fields[own] for name, own in names.items() if own in config}
+        return builder(Config(config.fields | fields, config.where, config.inside))
+
+    return build
+
+
+def _deepseek_v4(config: Config) -> tuple[Group, ...]:
+    """DeepSeek V4: grouped output projection, and keys and values compressed 128-fold or 4-fold in most layers."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    feed: list[Module] = [_replicated("ffn.gate", hidden, count, linear=False)]
+    shared = config.number_or_null("n_shared_experts", minimum=0)
+    if shared:
+        feed += [
+            _gate_up("ffn.shared_experts.gate_up_proj", hidden, inner * shared, ("w1", "w3")),
+            _row("ffn.shared_experts.down_proj", inner * shared, hidden),
+        ]
+    feed.append(_experts("ffn.experts", count, hidden, inner, names=("w1", "w2", "w3")))
+    return _layers((*_deepseek_v4_attention(config, ratio), *feed) for ratio in _compress_ratios(config, layers))
+
+
+def _deepseek_v4_attention(config: Config, ratio: int) -> Modules:
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    head_dim, rank = config.number("head_dim"), config.number("q_lora_rank")
+    groups, out_rank = config.number("o_groups"), config.number("o_lora_rank")
+    if heads * head_dim % groups:
+        raise config.error("o_groups", f"must divide num_attention_heads * head_dim = {heads * head_dim}")
+    modules: list[Module] = [
+        _latent_pair("attn.fused_wqa_wkv", hidden, ("wq_a", "wkv"), (rank, head_dim)),
+        _column("attn.wq_b", rank, heads * head_dim, heads=heads),
+        _column("attn.wo_a", heads * head_dim // groups, groups * out_rank, heads=groups),
+        _row("attn.wo_b", groups * out_rank, hidden),
+    ]
+    overlap = 2 if ratio == 4 else 1
+    if ratio > 1:
+        width = overlap * head_dim
+        name = "attn.compressor.fused_wkv_wgate"
+        modules.append(_latent_pair(name, hidden, ("wkv", "wgate"), (width, width)))
+    if ratio == 4:
+        index_heads, index_dim = config.number("index_n_heads"), config.number("index_head_dim")
+        width = overlap * index_dim
+        name = "attn.indexer.compressor.fused_wkv_wgate"
+        modules += [
+            _replicated("attn.indexer.wq_b", rank, index_heads * index_dim),
+            _replicated("attn.indexer.weights_proj", hidden, index_heads),
+            _latent_pair(name, hidden, ("wkv", "wgate"), (width, width)),
+        ]
+    return tuple(modules)
+
+
+def _latent_pair(name: str, inputs: int, names: tuple[str, str], sizes: tuple[int, int]) -> Linear:
+    children = tuple(Child(child, size) for child, size in zip(names, sizes, strict=True))
+    return Linear(name, "merged", inputs, sizes, children, tensor_parallel=False)
+
+
+def _compress_ratios(config: Config, layers: int) -> list[int]:
+    """How many tokens share one compressed key in each layer: transformers' field, or DeepSeek's own."""
+    kinds = config.items("layer_types", layers)
+    if kinds:
+        rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+        own_rates = config.sub("compress_rates").fields if "compress_rates" in config else {}
+        return [max(1, (rates | own_rates).get(str(kind), 1)) for kind in kinds]
+    # DeepSeek's list goes on for the layers of multi-token prediction.
+    own = config.items("compress_ratios")[:layers]
+    if len(own) != layers or not all(isinstance(ratio, int) for ratio in own):
+        raise config.error("compress_ratios", f"must have a whole number for each of {layers} layers, or layer_types")
+    return [max(1, ratio) for ratio in own]
+
+
+def _hy_v4(config: Config) -> tuple[Group, ...]:
+    """Hunyuan V4: gated latent attention with an indexer in some layers, and hyper-connections around each part."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    heads, channels = config.number("num_attention_heads"), config.number("hc_mult", default=4)
+    attention = [*_mla(config)]
+    if config.flag("gated_mla", default=True):
+        width = 1 if config.fields.get("gating_type") == "headwise" else config.number("v_head_dim")
+        attention.append(_column("self_attn.linear_gate", hidden, heads * width))
+    connected = config.flag("enable_ihc", default=True)
+    if connected:
+        wide = channels * hidden
+        attention += [
+            _replicated(f"{part}.hc_pre.hc_fn", wide, 2 * channels) for part in ("hc_attn_layer", "hc_mlp_layer")
+        ]
+    index_heads, index_dim = config.number("index_n_heads"), config.number("index_head_dim")
+    indexer = (
+        _replicated("self_attn.indexer.wq_b", config.number("q_lora_rank"), index_heads * index_dim),
+        _latent_pair("self_attn.indexer.wk_weights_proj", hidden, ("wk", "weights_proj"), (index_dim, index_heads)),
+    )
+    count, inner = config.number("n_routed_experts"), config.number("moe_intermediate_size")
+    routed: list[Module] = [_replicated("mlp.gate", hidden, count, linear=False)]
+    shared = config.number("n_shared_experts", minimum=0)
+    if shared:
+        routed += _mlp("mlp.shared_experts", hidden, inner * shared)
+    routed.append(_experts("mlp.experts", count, hidden, inner))
+    dense = _mlp("mlp", hidden, config.number("intermediate_size"))
+    kinds = config.items("mlp_layer_types", layers) or ["dense"] + ["sparse"] * (layers - 1)
+    groups = _layers(
+        (*attention, *(indexer if full else ()), *(dense if kind == "dense" else routed))
+        for kind, full in zip(kinds, _hy_v4_indexers(config, layers), strict=True)
+    )
+    if connected:
+        groups += (Group("model.hc_head", (), (_replicated("hc_head_fn", wide, channels),), "last"),)
+    return groups
+
+
+def _hy_v4_indexers(config: Config, layers: int) -> list[bool]:
+    """Which layers have an indexer: those of sparse attention that do not share another's."""
+    lists = {name: config.items(name, layers) for name in ("layer_types", "indexer_types")}
+    for name, values in lists.items():
+        if not values:
+            raise config.error(name, f"is missing; {layers} entries are needed, one for each layer")
+    sparse = ("deepseek_sparse_attention", "indexed_attention", "sparse_attention", "sparse")
+    return [
+        kind in sparse and own == "full" for kind, own in zip(lists["layer_types"], lists["indexer_types"], strict=True)
+    ]
+
+
+def _plamo3(config: Config) -> tuple[Group, ...]:
+    hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
+    layer = (
+        *_attention(config, "mixer", fused=True),
+        _column("mlp.gate_up_proj", hidden, 2 * inner),
+        _row("mlp.down_proj", inner, hidden),
+    )
+    return _layers([layer] * config.number("num_hidden_layers"), "model.layers.layers.{}")
+
+
+def _muse_glimmer(config: Config) -> tuple[Group, ...]:
+    text = config.sub("text_config") if "text_config" in config else config
+    hidden, heads = text.number("hidden_size"), text.number("num_attention_heads")
+    gate = _column("self_attn.output_gate_proj", hidden, heads * text.number("head_dim"))
+    return _same(text, *_attention(text), gate, *_mlp("mlp", hidden, text.number("intermediate_size")))
+
+
 def _nemotron_h(config: Config) -> tuple[Group, ...]:
     """Mamba, attention, MLP and expert layers, in the order of `hybrid_override_pattern`."""
     hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
@@ -767,6 +1130,23 @@ def _idefics3(config: Config) -> tuple[Group, ...]:
     return tuple(replace(group, prefix=group.prefix.replace("model.", "model.text_model.", 1)) for group in groups)
 
 
+def _thinker(builder: Builder) -> Builder:
+    """The omni models: only the thinker is served, and its text model gets slots."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        return _inside(builder)(config.sub("thinker_config") if "thinker_config" in config else config)
+
+    return build
+
+
+def _by_llm_config(config: Config) -> tuple[Group, ...]:
+    """As `_by_text_config`, for configs that call the text model `llm_config`."""
+    if "llm_config" in config:
+        fields = config.fields | {"text_config": config.fields["llm_config"]}
+        config = Config(fields, config.where, config.inside)
+    return _by_text_config(config)
+
+
 def _by_text_config(config: Config) -> tuple[Group, ...]:
     """A multimodal model around whatever text model its text_config names."""
     text = config.sub("text_config")
@@ -780,25 +1160,38 @@ def _by_text_config(config: Config) -> tuple[Group, ...]:
 
 _LLAMA = _dense(embed="ends", kv_heads_default=True)
 _BARE = _dense(vocabulary=False)
+_LONGCAT = _renamed(
+    _longcat,
+    num_hidden_layers="num_layers",
+    intermediate_size="ffn_hidden_size",
+    moe_intermediate_size="expert_ffn_hidden_size",
+)
 _QWEN3 = _dense(embed="ends", head_dim=128)
 _GEMMA = _dense(vocabulary=False, head_dim=256)
 
 # By architecture, as vLLM's registry names them.
 FAMILIES: dict[str, Builder] = {
     "AXK1ForCausalLM": _deepseek(),
+    "AfmoeForCausalLM": _afmoe,
     "ApertusForCausalLM": _ungated,
     "AudioFlamingo3ForConditionalGeneration": _by_text_config,
     "BailingMoeForCausalLM": _bailing_moe,
     "BailingMoeV2ForCausalLM": _bailing_moe,
+    "ChatGLMForConditionalGeneration": _renamed(_chatglm, num_hidden_layers="num_layers"),
+    "ChatGLMModel": _renamed(_chatglm, num_hidden_layers="num_layers"),
     "Cohere2ForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
     "CohereForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "DeciLMForCausalLM": _deci,
     "DeepseekForCausalLM": _deepseek(latent=False),
     "DeepseekV2ForCausalLM": _deepseek(),
     "DeepseekV32ForCausalLM": _deepseek(sparse=True),
     "DeepseekV3ForCausalLM": _deepseek(),
+    "DeepseekV4ForCausalLM": _deepseek_v4,
     "Ernie4_5ForCausalLM": _dense(embed="ends"),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
+    "Exaone4_5_ForConditionalGeneration": _by_text_config,
+    "ExaoneForCausalLM": _renamed(_exaone, num_hidden_layers="num_layers"),
     "ExaoneMoEForCausalLM": _moe_after_dense(
         "num_experts",
         "moe_intermediate_size",
@@ -815,7 +1208,6 @@ FAMILIES: dict[str, Builder] = {
         vocabulary=True,
         kinds="mlp_layer_types",
     ),
-    "Exaone4_5_ForConditionalGeneration": _by_text_config,
     "FalconH1ForCausalLM": _falcon_h1,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
@@ -829,75 +1221,118 @@ FAMILIES: dict[str, Builder] = {
     ),
     "Glm4MoeLiteForCausalLM": _deepseek(),
     "Glm4vForConditionalGeneration": _inside(_glm4v),
+    "Glm4vMoeForConditionalGeneration": _inside(
+        _moe_after_dense("n_routed_experts", "moe_intermediate_size", "n_shared_experts", "mlp.shared_experts")
+    ),
     "GlmAsrForConditionalGeneration": _by_text_config,
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
+    "GlmOcrForConditionalGeneration": _inside(_glm4v),
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _LLAMA,
-    "GraniteSpeechForConditionalGeneration": _by_text_config,
     "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
     "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
     "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
     "GraniteMoeSharedForCausalLM": _granite_moe("attention"),
     "GraniteSWAForCausalLM": _LLAMA,
+    "GraniteSpeechForConditionalGeneration": _by_text_config,
+    "GraniteSpeechPlusForConditionalGeneration": _by_text_config,
     "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
+    "HYV4ForCausalLM": _hy_v4,
     "HyperCLOVAXForCausalLM": _LLAMA,
-    "Idefics3ForConditionalGeneration": _idefics3,
     "IQuestCoderForCausalLM": _LLAMA,
+    "Idefics3ForConditionalGeneration": _idefics3,
     "InternLM2ForCausalLM": _internlm2,
-    "InternVLForConditionalGeneration": _by_text_config,
     "InternLM3ForCausalLM": _LLAMA,
+    "InternVLChatModel": _by_llm_config,
+    "InternVLForConditionalGeneration": _by_text_config,
     "JambaForCausalLM": _jamba,
     "LLaMAForCausalLM": _LLAMA,
+    "LagunaForCausalLM": _laguna,
     "Lfm2ForCausalLM": _lfm2,
     "Lfm2MoeForCausalLM": _lfm2_moe,
+    "Lfm2VlForConditionalGeneration": _by_text_config,
+    "LightOnOCRForConditionalGeneration": _by_text_config,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _inside(_llama4),
     "LlamaForCausalLM": _LLAMA,
     "LlavaForConditionalGeneration": _by_text_config,
     "LlavaNextForConditionalGeneration": _by_text_config,
     "LlavaNextVideoForConditionalGeneration": _by_text_config,
+    "LongcatFlashForCausalLM": _LONGCAT,
+    "LongcatFlashNgramForCausalLM": _LONGCAT,
     "MiMoForCausalLM": _BARE,
+    "MiniCPM3ForCausalLM": _minicpm3,
+    "MiniCPMForCausalLM": _minicpm,
+    "MiniCPMV4_6ForConditionalGeneration": _inside(
+        _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
+    ),
+    "MiniCPMV4_7ForConditionalGeneration": _inside(
+        _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
+    ),
     "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
     "Ministral3ForCausalLM": _BARE,
     "Mistral3ForConditionalGeneration": _inside(_BARE),
     "MistralForCausalLM": _BARE,
+    "MistralLarge3ForCausalLM": _deepseek(),
     "MixtralForCausalLM": _mixtral(),
+    "MuseGlimmerForCausalLM": _muse_glimmer,
+    "MuseGlimmerForConditionalGeneration": _muse_glimmer,
     "NemotronForCausalLM": _ungated,
     "NemotronHForCausalLM": _nemotron_h,
     "OPTForCausalLM": _opt,
     "OlmoeForCausalLM": _olmoe,
     "PaliGemmaForConditionalGeneration": _by_text_config,
-    "PhiMoEForCausalLM": _mixtral(),
+    "PanguEmbeddedForCausalLM": _pangu,
+    "PanguProMoEV2ForCausalLM": _pangu,
+    "PanguUltraMoEForCausalLM": _pangu,
+    "Param2MoEForCausalLM": _param2,
     "Phi3ForCausalLM": _phi3,
+    "PhiMoEForCausalLM": _mixtral(),
+    "Plamo3ForCausalLM": _plamo3,
     "Qwen2ForCausalLM": _BARE,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen2VLForConditionalGeneration": _inside(_BARE),
+    "Qwen2_5OmniForConditionalGeneration": _thinker(_BARE),
+    "Qwen2_5OmniModel": _thinker(_BARE),
     "Qwen2_5_VLForConditionalGeneration": _inside(_BARE),
+    "Qwen3ASRForConditionalGeneration": _thinker(_QWEN3),
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _qwen3_moe(),
     "Qwen3NextForCausalLM": _qwen_hybrid("gated", interleaved=True, moe=True, vocabulary=False),
+    "Qwen3OmniMoeForConditionalGeneration": _thinker(_qwen3_moe("fused")),
     "Qwen3VLForConditionalGeneration": _inside(_QWEN3),
     "Qwen3VLMoeForConditionalGeneration": _inside(_qwen3_moe("fused")),
     "Qwen3_5ForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True),
     "Qwen3_5ForConditionalGeneration": _inside(_qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)),
     "Qwen3_5MoeForCausalLM": _qwen_hybrid("gated", interleaved=False, moe=True, vocabulary=True),
     "Qwen3_5MoeForConditionalGeneration": _inside(_qwen_hybrid("fused", interleaved=False, moe=True, vocabulary=True)),
+    "Rnj1ForCausalLM": _BARE,
+    "SarvamMLAForCausalLM": _sarvam_mla,
+    "SarvamMoEForCausalLM": _bailing_moe,
     "SmolVLMForConditionalGeneration": _idefics3,
     "SolarForCausalLM": _LLAMA,
+    "TeleChat2ForCausalLM": _renamed(
+        _LLAMA, num_hidden_layers="n_layer", num_attention_heads="n_head", intermediate_size="ffn_hidden_size"
+    ),
     "TeleChat3ForCausalLM": _LLAMA,
+    "TeleFLMForCausalLM": _LLAMA,
 }
 
 # For a config.json without `architectures`, and for the text model inside a multimodal one.
 ARCHITECTURE_OF: dict[str, str] = {
+    "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "bailing_moe": "BailingMoeForCausalLM",
+    "chatglm": "ChatGLMModel",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone": "ExaoneForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
@@ -911,17 +1346,23 @@ ARCHITECTURE_OF: dict[str, str] = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm4v": "Glm4vForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "glm_ocr": "GlmOcrForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite_speech_plus": "GraniteSpeechPlusForConditionalGeneration",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
+    "hy_v4": "HYV4ForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
     "internvl": "InternVLForConditionalGeneration",
+    "internvl_chat": "InternVLChatModel",
     "jamba": "JambaForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "laguna": "LagunaForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -929,20 +1370,27 @@ ARCHITECTURE_OF: dict[str, str] = {
     "llama4_text": "Llama4ForCausalLM",
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "mimo": "MiMoForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
+    "muse_glimmer": "MuseGlimmerForConditionalGeneration",
     "nemotron": "NemotronForCausalLM",
+    "nemotron-nas": "DeciLMForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "phi3": "Phi3ForCausalLM",
     "phimoe": "PhiMoEForCausalLM",
+    "plamo3": "Plamo3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
@@ -951,8 +1399,10 @@ ARCHITECTURE_OF: dict[str, str] = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_asr": "Qwen3ASRForConditionalGeneration",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "solar": "SolarForCausalLM",
@@ -964,43 +1414,139 @@ WITHOUT_LORA: frozenset[str] = frozenset(
         "AriaForConditionalGeneration",
         "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
+        "BeamForCausalLM",
         "BeeForConditionalGeneration",
         "BloomForCausalLM",
         "Cohere2MoeForCausalLM",
         "Cohere2VisionForConditionalGeneration",
+        "CohereAsrForConditionalGeneration",
+        "Cosmos3EdgeForConditionalGeneration",
         "DbrxForCausalLM",
         "DeepseekV41ForCausalLM",
         "DeepseekVLV2ForCausalLM",
+        "DiffusionGemmaForBlockDiffusion",
+        "DomynEdgeForCausalLM",
+        "DoryForCausalLM",
+        "Dots3NoteForCausalLM",
         "FalconForCausalLM",
         "FalconMambaForCausalLM",
+        "FireRedASR2ForConditionalGeneration",
+        "FlintForCausalLM",
+        "FunASRForConditionalGeneration",
+        "FunAudioChatForConditionalGeneration",
         "GPT2LMHeadModel",
         "GPTJForCausalLM",
         "Gemma3nForCausalLM",
         "Gemma3nForConditionalGeneration",
         "Glm5NextForCausalLM",
+        "HCXVisionV2ForCausalLM",
+        "HfMoondream",
+        "HrmTextForCausalLM",
         "IQuestLoopCoderForCausalLM",
+        "KananaVForConditionalGeneration",
         "KimiK25ForConditionalGeneration",
         "KimiK3ForConditionalGeneration",
         "KimiLinearForCausalLM",
         "KimiVLForConditionalGeneration",
+        "LlavaOnevision2ForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
         "Mamba2ForCausalLM",
         "MambaForCausalLM",
+        "MiDashengLMModel",
         "MiMoV2FlashForCausalLM",
         "MiMoV2ForCausalLM",
         "MiMoV2OmniForCausalLM",
         "MiniMaxM3SparseForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration",
+        "Moondream3ForCausalLM",
+        "MoonshotKimiaForCausalLM",
+        "MossTranscribeDiarizeForConditionalGeneration",
+        "NemotronParseForConditionalGeneration",
+        "OpenVLAForActionPrediction",
         "OrionForCausalLM",
         "Ovis",
         "Ovis2_5",
+        "Ovis2_6ForCausalLM",
+        "Ovis2_6_MoeForCausalLM",
+        "PaddleOCRVLForConditionalGeneration",
         "Phi3VForCausalLM",
+        "Phi4ForCausalLMV",
         "Qwen2AudioForConditionalGeneration",
+        "RForConditionalGeneration",
+        "RadioMBartPrefixForCausalLM",
+        "SkyworkR1VChatModel",
+        "StableLmForCausalLM",
         "Step1ForCausalLM",
         "Step3TextForCausalLM",
         "Step3VLForConditionalGeneration",
         "Step3p5ForCausalLM",
-        "StableLmForCausalLM",
+        "Step3p7ForConditionalGeneration",
+        "StepVLForConditionalGeneration",
         "Zamba2ForCausalLM",
+    }
+)
+
+# vLLM 0.33 serves these with LoRA and their model code has not been read here, or could not be run to check it: an
+# error says so, and a test compares this list with vLLM's registry. To take one off it, write its family and add facts.
+NOT_YET_KNOWN: frozenset[str] = frozenset(
+    {
+        "AliceAIForCausalLM",
+        "Alpamayo2Super",
+        "BagelForConditionalGeneration",
+        "Blip2ForConditionalGeneration",
+        "CohereCompassForConditionalGeneration",
+        "Cosmos3ForConditionalGeneration",
+        "DeepseekOCR2ForCausalLM",
+        "DeepseekOCRForCausalLM",
+        "DeepseekV4ForConditionalGeneration",
+        "DotsOCRForCausalLM",
+        "Eagle2_5_VLForConditionalGeneration",
+        "Ernie4_5_VLMoeForConditionalGeneration",
+        "GLM4VForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Glm5NextForConditionalGeneration",
+        "Granite4VisionForConditionalGeneration",
+        "H2OVLChatModel",
+        "InklingForCausalLM",
+        "InklingForConditionalGeneration",
+        "InternS1ForConditionalGeneration",
+        "InternS1ProForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "IsaacForConditionalGeneration",
+        "K2HorizonForCausalLM",
+        "KeyeForConditionalGeneration",
+        "KeyeVL1_5ForConditionalGeneration",
+        "Llama_Nemotron_Nano_VL",
+        "MiniCPMO",
+        "MiniCPMOcrForConditionalGeneration",
+        "MiniCPMV",
+        "Molmo2ForConditionalGeneration",
+        "MolmoForCausalLM",
+        "MossAudioModel",
+        "MuseSparkForConditionalGeneration",
+        "NVLM_D",
+        "NemotronHPuzzleForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "OlmoHybridForCausalLM",
+        "OpenCUAForConditionalGeneration",
+        "OpenPanguVLForConditionalGeneration",
+        "Phi4MMForCausalLM",
+        "PixtralForConditionalGeneration",
+        "QianfanOCRForConditionalGeneration",
+        "Qwen3ASRRealtimeGeneration",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
+        "Step5ForCausalLM",
+        "Step5ForConditionalGeneration",
+        "UltravoxModel",
+        "UnlimitedOCRForCausalLM",
+        "VoxtralForConditionalGeneration",
+        "VoxtralRealtimeGeneration",
+        "WhisperForConditionalGeneration",
     }
 )

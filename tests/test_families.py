@@ -147,3 +147,8 @@ def test_embeddings_that_vllm_cannot_serve_are_refused() -> None:
     with pytest.raises(SizingError, match="vocab_size=262144: must be at most 258048"):
         footprint(config, rank=8)
     assert footprint(config, rank=8, lora_target_modules=["qkv_proj", "o_proj"]).slot_bytes > 0
+
+
+def test_every_family_has_a_fact_from_vllm() -> None:
+    configs = [known_config(fact["model"]) if "model" in fact else fact["config"] for fact in FACTS + FAMILY_FACTS]
+    assert set(FAMILIES) == {ModelShape.from_config(config).architecture for config in configs}

@@ -1,0 +1,68 @@
+"""Architectures that the installed vLLM serves with LoRA are sized, or listed as not yet known: no gap grows silently.
+
+vLLM's registry and model files are read as text, not imported: that takes a second instead of minutes.
+"""
+
+import ast
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lora_mem.families import FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA
+from lora_mem.layers import SizingError
+from lora_mem.shapes import ModelShape
+
+GENERATION = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
+
+
+@cache
+def served_with_lora() -> frozenset[str]:
+    """The generating architectures whose class has `SupportsLoRA` among its bases."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    models = root / "model_executor" / "models"
+    files = {path: path.read_text(encoding="utf-8") for path in [*models.glob("*.py"), *root.glob("models/**/*.py")]}
+    bases = {name: re.findall(r"[\w.]+", inside) for text in files.values() for name, inside in CLASS.findall(text)}
+
+    def has_lora(name: str) -> bool:
+        return any(base == "SupportsLoRA" or (base != name and has_lora(base)) for base in bases.get(name, ()))
+
+    return frozenset(name for name, class_name in registry(models / "registry.py") if has_lora(class_name))
+
+
+def registry(path: Path) -> list[tuple[str, str]]:
+    """Architecture and class of each entry of the dictionaries in `GENERATION`."""
+    entries = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if any(isinstance(target, ast.Name) and target.id in GENERATION for target in targets):
+            assert isinstance(value, ast.Dict)
+            for key, entry in zip(value.keys, value.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(entry, ast.Tuple):
+                    entries.append((str(key.value), str(ast.literal_eval(entry.elts[-1]))))
+    return entries
+
+
+def test_what_vllm_serves_with_lora_is_known_or_listed() -> None:
+    served = served_with_lora()
+    assert len(served) > 100
+    # A later vLLM may drop LoRA from a model that an earlier one served, so WITHOUT_LORA answers too.
+    assert not served - set(FAMILIES) - NOT_YET_KNOWN - WITHOUT_LORA
+
+
+def test_the_lists_do_not_overlap() -> None:
+    assert not NOT_YET_KNOWN & set(FAMILIES)
+    assert not NOT_YET_KNOWN & WITHOUT_LORA
+
+
+@pytest.mark.parametrize("architecture", sorted(NOT_YET_KNOWN))
+def test_what_is_not_known_yet_gets_an_error_that_says_so(architecture: str) -> None:
+    with pytest.raises(SizingError, match="not known here yet"):
+        ModelShape.from_config({"architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2})
