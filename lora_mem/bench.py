@@ -119,8 +119,9 @@ class Bench:
         return all(len(found) == 1 for found in by_number.values())
 
     def table(self) -> tuple[str, list[str], list[list[str]]]:
-        """Title, columns and rows for a terminal: seconds, and bytes in GiB."""
-        columns = ["strategy", "sync", "total s", "add s", "offload s", "rebuild s", "peak", "left", "pinned"]
+        """Title, columns and rows for a terminal: seconds, and bytes in GiB, or in MiB where the adapter is small."""
+        unit, scale = ("GiB", 2**30) if self.packed_bytes >= 2**30 else ("MiB", 2**20)
+        columns = ["strategy", "sync", "total s", "add s", "offl. s", "rebuild s", f"peak {unit}", "left", "pinned"]
         rows = [
             [
                 sync.strategy,
@@ -129,19 +130,19 @@ class Bench:
                 f"{sync.adding:.3f}",
                 f"{sync.offloading:.3f}",
                 f"{sync.rebuilding:.3f}",
-                f"{sync.peak / 2**30:.3f}",
-                f"{sync.left / 2**30:.3f}",
-                f"{(sync.pinned + sync.pinned_by_torch) / 2**30:.3f}",
+                f"{sync.peak / scale:.3f}",
+                f"{sync.left / scale:.3f}",
+                f"{(sync.pinned + sync.pinned_by_torch) / scale:.3f}",
             ]
             for sync in self.syncs
         ]
         limit = f"{self.packed_bytes / self.link:.3f}"
         rows.append(["link limit", "", limit, "", "", f"{self.slot_copy:.3f}", "", "", ""])
-        predicted = {name: f"{nbytes / 2**30:.4f}" for name, nbytes in self.predicted.items()}
+        predicted = {name: f"{nbytes / scale:.4f}" for name, nbytes in self.predicted.items()}
         title = (
-            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; GiB: "
-            f"packed {self.packed_bytes / 2**30:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
-            f"{self.slot_bytes / 2**30:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
+            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; {unit}: "
+            f"packed {self.packed_bytes / scale:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
+            f"{self.slot_bytes / scale:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
         )
         return title, columns, rows
 

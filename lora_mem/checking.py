@@ -11,12 +11,16 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes a factor may have; vLLM casts it to `lora_dtype`."""
+
+HAVE_DATA = ("cpu", "cuda")
+"""Devices from which a factor can be read."""
 
 _LISTED = 12
 
@@ -135,16 +139,45 @@ def plain_config(adapter_config: Any) -> dict[str, Any]:
             f"adapter_config is a {type(adapter_config).__name__}; it must be a dict as in adapter_config.json or an "
             "object with PEFT's fields, such as peft.LoraConfig"
         )
-    for name in ("r", "lora_alpha"):
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise AdapterError(f"adapter_config[{name!r}] is {value!r}; it must be a positive number")
-    if not isinstance(values["r"], int):
-        raise AdapterError(f"adapter_config['r'] is {values['r']!r}; it must be an integer")
+    for name, kind, words in (("r", Integral, "a positive integer"), ("lora_alpha", Real, "a positive number")):
+        if not _is_positive(values.get(name), kind):
+            raise AdapterError(f"adapter_config[{name!r}] is {values.get(name)!r}; it must be {words}")
+        pattern = f"{'rank' if name == 'r' else 'alpha'}_pattern"
+        entries = values.get(pattern) or {}
+        if not isinstance(entries, Mapping):
+            raise AdapterError(f"adapter_config[{pattern!r}] is {entries!r}; it must be a dict of patterns to numbers")
+        for key, value in entries.items():
+            _check_pattern(f"a key of adapter_config[{pattern!r}]", key)
+            if not _is_positive(value, kind):
+                raise AdapterError(f"adapter_config[{pattern!r}][{key!r}] is {value!r}; it must be {words}")
     # vLLM asks for the field but takes the modules from the tensors' names.
-    values["target_modules"] = values.get("target_modules") or []
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+    targets = values["target_modules"] = values.get("target_modules") or []
+    if isinstance(targets, str):
+        _check_pattern("adapter_config['target_modules']", targets)
+    elif not isinstance(targets, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in targets):
+        raise AdapterError(
+            f"adapter_config['target_modules'] is {targets!r}; it must be a list of names, a regular expression, or "
+            "'all-linear'"
+        )
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"adapter_config is not plain values, as in adapter_config.json: {error}") from None
     return plain
+
+
+def _is_positive(value: Any, kind: type) -> bool:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    number: Any = value
+    return 0 < float(number) < float("inf")
+
+
+def _check_pattern(what: str, pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise AdapterError(f"{what} is {pattern!r}, which is no regular expression: {error}") from None
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False) -> None:
@@ -172,19 +205,19 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], *, check_finite: bool = F
     ]
     if wrong_type:
         raise AdapterError(
-            f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; of a DTensor pass full_tensor()"
+            f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; pass full_tensor() of a DTensor, "
+            "to_dense() of a sparse tensor"
         )
+    no_data = [f"{name} ({tensor.device})" for name, tensor in tensors.items() if tensor.device.type not in HAVE_DATA]
+    if no_data:
+        raise AdapterError(f"cannot read {_some(no_data)}; tensors must be on the host or a GPU")
     wrong_dtype = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE]
     if wrong_dtype:
         raise AdapterError(
             f"cannot cast {_some(wrong_dtype)}; allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
         )
     if check_finite:
-        not_finite = [
-            name
-            for name, tensor in tensors.items()
-            if tensor.device.type != "meta" and not bool(torch.isfinite(tensor).all())
-        ]
+        not_finite = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
         if not_finite:
             raise AdapterError(f"NaN or Inf in {_some(not_finite)}")
 
@@ -327,6 +360,8 @@ def _some(items: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
+    if isinstance(value, (Integral, Real)):
+        return value.item() if hasattr(value, "item") else float(value)  # numpy's
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if hasattr(value, "value"):

@@ -187,13 +187,15 @@ def _options(
     }
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, plain: bool = False) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title)
+    # Plain: many narrow columns of figures, which must fit 80 characters.
+    table = Table(title=title or None, box=box.SIMPLE_HEAD if plain else box.HEAVY_HEAD, pad_edge=not plain)
     for index, column in enumerate(columns):
-        numbers = column in ("bytes", "GiB") or column.endswith(" s")
+        numbers = column in ("bytes", "GiB") or (plain and index > 0)
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
     for row in rows:
         table.add_row(*row)
@@ -233,6 +235,8 @@ def bench(
 
     if strategy not in (*STRATEGIES, "all"):
         _fail(SizingError("strategy", strategy, f"must be one of {', '.join(STRATEGIES)}, all"))
+    if not 1 <= rank <= 512:
+        _fail(SizingError("rank", rank, "must be 1 to 512, the largest that vLLM takes"))
     if syncs < 2:
         _fail(SizingError("syncs", syncs, "must be 2 or more: the first one pays for what is reserved once"))
     try:
@@ -253,7 +257,8 @@ def bench(
         print(json.dumps(result.to_dict(), indent=2))
     else:
         title, columns, rows = result.table()
-        _print_table(title, columns, rows)
+        print(title)
+        _print_table("", columns, rows, plain=True)
         print("tokens equal" if result.tokens_equal else "TOKENS DIFFER")
     raise typer.Exit(0 if result.tokens_equal else 1)
 

@@ -195,7 +195,7 @@ def random_adapter(
         tensors[prefix + ("lora_embedding_A" if embedding else "lora_A.weight")] = factor(*a)
         tensors[prefix + ("lora_embedding_B" if embedding else "lora_B.weight")] = factor(*b)
     plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "bias": "none"}
-    targets = sorted({name.split(".")[-3] for name in tensors if name.endswith(".weight")})
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
     return tensors, {**plain, "target_modules": targets, **config}
 
 

