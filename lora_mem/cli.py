@@ -193,7 +193,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     from rich.table import Table
 
     # Plain: many narrow columns of figures, which must fit 80 characters.
-    table = Table(title=title or None, box=box.SIMPLE_HEAD if plain else box.HEAVY_HEAD, pad_edge=not plain)
+    table = Table(title=title or None, box=None if plain else box.HEAVY_HEAD, padding=(0, 2, 0, 0) if plain else (0, 1))
     for index, column in enumerate(columns):
         numbers = column in ("bytes", "GiB") or (plain and index > 0)
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
