@@ -307,7 +307,7 @@ def _sync(
     if strategy == "keep":
         vllm_hook.drop_adapter(1)
     vllm_hook.release_device_memory()
-    rest = _memory()
+    rest = scenarios.device_memory()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     marks: dict[str, float] = {}
@@ -342,7 +342,7 @@ def _sync(
         adding = time.perf_counter() - began
     seconds = elapsed()
     peak = (torch.cuda.max_memory_allocated() if gpu else 0) - rest[0]
-    after = _memory()
+    after = scenarios.device_memory()
     # The request has been loaded; asked for again it is what any later step brings.
     tokens, _ = scenarios.generate(llm, request)
     _evict(llm, manager)
@@ -380,7 +380,7 @@ def _repeat(llm: Any, transport: Transport, version: int) -> Held:
     llm.llm_engine.add_lora(request)
     scenarios.synchronize()
     vllm_hook.release_device_memory()
-    return Held(*_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
+    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
 
 
 def _pinned_by_torch() -> int:
@@ -452,12 +452,6 @@ def _predicted(config: dict[str, Any], rank: int, transport: Transport) -> dict[
 
 def _slot_rank(rank: int) -> int:
     return next(allowed for allowed in (1, 8, 16, 32, 64, 128, 256, 320, 512) if allowed >= rank)
-
-
-def _memory() -> tuple[int, int]:
-    if not torch.cuda.is_available():
-        return 0, 0
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def _versions() -> dict[str, str]:

@@ -64,7 +64,7 @@ class HostCopies:
             if key not in self._copies and key not in new:
                 new[key] = tensor
         if new:
-            sources = {key: _without_repeats(tensor) for key, tensor in new.items()}
+            sources = {key: without_repeats(tensor) for key, tensor in new.items()}
             block = HostBlock(sum(aligned(source.nbytes) for source in sources.values()), pin=pin)
             self._unpinned_because = self._unpinned_because or block.unpinned_because
             for key, source in sources.items():
@@ -149,7 +149,7 @@ def _write(place: Place, tensor: torch.Tensor) -> None:
         setattr(holder, key, tensor)
 
 
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with each expanded (stride 0) dimension cut to one element: `copy_` into stride 0 raises."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:

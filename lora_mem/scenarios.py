@@ -468,7 +468,7 @@ def memory_against_directory(
         expected.append((*generate(llm, request), slot_digests(manager)))
         llm.llm_engine.remove_lora(1000 + number)
     vllm_hook.release_device_memory()
-    before = _device_memory()
+    before = device_memory()
     requests = [
         vllm_hook.stage_adapter(1 + number, tensors, config) for number, (tensors, config) in enumerate(adapters)
     ]
@@ -479,7 +479,7 @@ def memory_against_directory(
             tokens, logprobs = generate(llm, request)
             slots = slot_digests(manager)
             vllm_hook.release_device_memory()
-            after = _device_memory()
+            after = device_memory()
             results.append(
                 Round(
                     number,
@@ -495,7 +495,8 @@ def memory_against_directory(
     return results
 
 
-def _device_memory() -> tuple[int, int]:
+def device_memory() -> tuple[int, int]:
+    """Bytes of GPU memory that torch has allocated and reserved; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0, 0
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

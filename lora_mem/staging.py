@@ -291,9 +291,8 @@ class Receiver:
         is copied one by one, with the same result.
 
         Raises:
-            AdapterError: an unknown name, a second tensor of a name, a wrong shape, a dtype that cannot be cast, or
-            more
-                than was announced.
+            AdapterError: an unknown name, a second tensor of a name, a wrong shape, a dtype that cannot be cast,
+                or more than was announced.
         """
         sources, received = self.layout.sources, self.received
         together: dict[Part, list[torch.Tensor | None]] = {}

@@ -318,10 +318,7 @@ def stage_adapter(
         on_host = [key for key, tensor in own.items() if tensor.device.type == "cpu"]
         own.update(zip(on_host, copies.of([own[key] for key in on_host], pin=True), strict=True))
         copies.close()
-    fused = any(".experts.base_layer." in key for key in own)
-    return _enter(
-        StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, fused=fused
-    )
+    return _enter(StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, own)
 
 
 def open_stage(
@@ -398,7 +395,7 @@ def reserve(adapter_config: Any, *, generations: int = 2) -> int:
     nbytes = _announced_bytes(manager, config)
     free = sum(block.nbytes == nbytes and not users for block, users in _blocks)
     for _ in range(generations - free):
-        _blocks.append((HostBlock(nbytes, pin=_pin_memory()), weakref.WeakSet()))
+        _blocks.append((_new_block(nbytes), weakref.WeakSet()))
     return nbytes
 
 
@@ -487,10 +484,9 @@ class Stage:
         adapter.from_device = receiver.from_device
         _keep(self._block, adapter.models)
         adapter.models.add(adapter)
-        fused = any(".experts.base_layer." in name for name in receiver.received)
         self._receiver = None
         del _open[adapter.lora_int_id], self._adapter, self._block
-        return _enter(adapter, self._load_inplace, fused=fused)
+        return _enter(adapter, self._load_inplace, receiver.received)
 
     def abort(self) -> None:
         """Drop what was received; what was staged under this id before stays. Does nothing after `commit`."""
@@ -825,8 +821,8 @@ def _check_active() -> None:
         )
 
 
-def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequest:
-    """Make a complete adapter the staged one of its id."""
+def _enter(stage: StagedAdapter, load_inplace: bool, names: Iterable[str]) -> LoRARequest:
+    """Make a complete adapter the staged one of its id; `names` are those of its tensors."""
     from vllm.lora.request import LoRARequest
 
     before = _staged.get(stage.lora_int_id)
@@ -840,7 +836,7 @@ def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequ
         lora_int_id=stage.lora_int_id,
         lora_path=f"{SCHEME}{stage.lora_int_id}/{stage.version}",
         load_inplace=load_inplace,
-        is_3d_lora_weight=fused,
+        is_3d_lora_weight=any(".experts.base_layer." in name for name in names),
     )
 
 
@@ -861,6 +857,10 @@ def _take_block(nbytes: int) -> HostBlock:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # vLLM's last slot copy out of it is asynchronous
             return block
+    return _new_block(nbytes)
+
+
+def _new_block(nbytes: int) -> HostBlock:
     try:
         return HostBlock(nbytes, pin=_pin_memory())
     except (OSError, OverflowError, MemoryError) as error:
@@ -1116,8 +1116,8 @@ def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
     how = "or pass load_inplace=True to replace it"
     if lora_int_id in _staged:
         raise AdapterError(f"lora_int_id {lora_int_id} is in use by {_staged[lora_int_id].name!r}: drop_adapter, {how}")
-    for manager in _managers:
-        if lora_int_id in _registered_ids(manager):
+    for manager in _engines():
+        if _registered(manager, lora_int_id) is not None:
             raise AdapterError(
                 f"lora_int_id {lora_int_id} is in use: vLLM has an adapter registered that is not staged here; take it "
                 f"out with LLM.llm_engine.remove_lora({lora_int_id}), {how}"
@@ -1436,11 +1436,6 @@ def _registered(manager: Any, lora_int_id: int) -> Any:
     return manager._adapter_manager.list_adapters().get(lora_int_id)
 
 
-def _registered_ids(manager: Any) -> set[int]:
-    ids: set[int] = manager.list_adapters() if hasattr(manager, "_adapter_manager") else set()
-    return ids
-
-
 def _bytes_by_device(tensors: Any, seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
     """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
     seen = set() if seen is None else seen
@@ -1452,13 +1447,9 @@ def _bytes_by_device(tensors: Any, seen: set[tuple[str, int]] | None = None) -> 
         if key in seen or storage.nbytes() == 0:
             continue
         seen.add(key)
-        elements = tensor.numel() if 0 not in tensor.stride() else tensor[_first_of_repeats(tensor)].numel()
-        result[str(tensor.device)] = result.get(str(tensor.device), 0) + elements * tensor.element_size()
+        nbytes = offload.without_repeats(tensor).nbytes
+        result[str(tensor.device)] = result.get(str(tensor.device), 0) + nbytes
     return result
-
-
-def _first_of_repeats(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
 
 
 def _pin_memory() -> bool:
