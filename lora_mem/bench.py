@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -309,14 +309,39 @@ def _sync(
     )
 
 
-def _repeat(llm: Any, transport: Transport, version: int) -> Held:
-    with vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
-        for chunk in transport.chunks(version):
-            stage.add_all(chunk)
+def stream(
+    llm: Any,
+    transport: Transport,
+    version: int,
+    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+) -> Any:
+    """One sync by "stage", chunk by chunk, under id 1; returns vLLM's request.
+
+    Args:
+        llm: the engine, with the hook installed.
+        transport: makes the tensors.
+        version: of the adapter.
+        phase: entered with "stage", in it with "transport" and "receive" for each chunk and "wait", e.g. a profiler's.
+    """
+    with phase("stage"), vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
+        chunks = transport.chunks(version)
+        while True:
+            with phase("transport"):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            with phase("receive"):
+                stage.add_all(chunk)
             del chunk
-        request = stage.commit()
+        with phase("wait"):
+            request = stage.commit()
     llm.llm_engine.add_lora(request)
     scenarios.synchronize()
+    return request
+
+
+def _repeat(llm: Any, transport: Transport, version: int) -> Held:
+    stream(llm, transport, version)
     vllm_hook.release_device_memory()
     return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
 

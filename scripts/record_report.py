@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import gzip
 import json
 import mmap
 import os
@@ -32,6 +33,8 @@ from measure_slots import MLA, Case, config_of
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 300
 BEGAN = time.perf_counter()
+
+MOST_FILE_BYTES = 10**6
 
 Save = Callable[[dict[str, Any]], None]
 
@@ -99,6 +102,57 @@ def _ranks(
         save({"benches": found, "seconds": seconds})
 
 
+# --------------------------------------------------------------------------------------------------- one sync, in detail
+
+
+def trace(save: Save, tiny: bool) -> None:
+    """One streamed sync of 4 layers of Qwen3-30B-A3B's geometry: a trace with its phases, and a memory snapshot.
+
+    In files of their own beside the JSON, where they are small enough to be committed.
+    """
+    import torch
+
+    import lora_mem
+    from lora_mem import bench, scenarios, vllm_hook
+
+    config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4)
+    rank = 16 if tiny else 64
+    say("starting vLLM")
+    llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if torch.cuda.is_available() else {}))
+    vllm_hook.install("stage")
+    manager = scenarios.only_manager()
+    transport = bench.Transport(manager, rank, manager.device)
+    vllm_hook.reserve(transport.adapter_config)
+    for version in (1, 2):  # names are read once, and Triton compiles once
+        scenarios.generate(llm, bench.stream(llm, transport, version))
+    vllm_hook.release_device_memory()
+    found: dict[str, Any] = {}
+    # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
+    options = {
+        "trace": {"trace": "trace.json.gz", "trace_ops": False, "synchronize": False},
+        "snapshot": {"snapshot": "snapshot.pickle", "sample_every": 0.001},
+    }
+    for number, (kind, option) in enumerate(options.items(), 3):
+        say(f"one sync with a {kind}")
+        with lora_mem.profile(**option) as profiler:
+            bench.stream(llm, transport, number, profiler.phase)
+        found[kind] = profiler.result.to_dict()
+        path = Path(str(option[kind]))
+        if path.exists():
+            found[f"{kind}_file"] = _small(path)
+        save(found)
+
+
+def _small(path: Path) -> str:
+    """The file's name, or that of its compressed copy where it is too large to be committed as it is."""
+    if path.stat().st_size <= MOST_FILE_BYTES:
+        return path.name
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return packed.name
+
+
 # ------------------------------------------------------------------------------------------------ page-locking, by what
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
@@ -108,18 +162,20 @@ CHUNK = 64 * 2**20
 def reserving(save: Save, tiny: bool) -> None:
     """Seconds to page-lock the memory of one adapter, by mapping, huge pages, what touches the pages, and threads.
 
-    Each setting runs twice. The first setting is what `HostBlock` did when this was written; it comes again at the end,
-    because a virtual machine gets its memory from the host as it first touches it.
+    Each setting runs twice, and the first one comes again at the end: a virtual machine gets its memory from the host
+    as it first touches it. `HostBlock` itself follows.
     """
     import torch
 
+    from lora_mem.host_memory import HostBlock
+
     nbytes = 8 * 2**20 if tiny else 3 * 64 * (2048 + 768) * 128 * 48 * 2
     shared, private = ("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)
-    today = (shared, True, "memset", 16)
-    settings = [today, (private, True, "memset", 16)]
+    first = (shared, True, "memset", 16)
+    settings = [first, (private, True, "memset", 16)]
     settings += [(private, True, touch, threads) for touch in ("memset", "populate") for threads in (4, 8, 32)]
     settings += [(private, True, "populate", 16), (private, False, "memset", 16), (private, False, "populate", 16)]
-    settings += [(shared, True, "populate", 16), today]
+    settings += [(shared, True, "populate", 16), first]
     if torch.cuda.is_available():
         torch.cuda.init()
         torch.cuda.synchronize()
@@ -129,6 +185,15 @@ def reserving(save: Save, tiny: bool) -> None:
             rows.append({"nth": nth, **_reserve_once(nbytes, mapping, huge, touch, threads)})
             save({"nbytes": nbytes, "runs": rows})
             say(f"{rows[-1]}")
+    blocks: list[dict[str, Any]] = []
+    for _ in range(2):
+        began = time.perf_counter()
+        block = HostBlock(nbytes)
+        blocks.append({"reserve": time.perf_counter() - began, "unpinned_because": block.unpinned_because})
+        began = time.perf_counter()
+        del block
+        blocks[-1]["give_back"] = time.perf_counter() - began
+    save({"nbytes": nbytes, "runs": rows, "host_block": blocks})
 
 
 def _reserve_once(nbytes: int, mapping: tuple[str, int], huge: bool, touch: str, threads: int) -> dict[str, Any]:
@@ -208,6 +273,7 @@ CASES: dict[str, Callable[[Save, bool], None]] = {
     "rank_sweep": rank_sweep,
     "gpt_oss_20b": gpt_oss_20b,
     "kimi_k2": kimi_k2,
+    "trace": trace,
     "reserving": reserving,
 }
 
@@ -286,6 +352,7 @@ def child(name: str, raw: Path, tiny: bool) -> None:
         part.write_text(json.dumps({"case": name, "tiny": tiny, **result}, indent=1) + "\n")
         part.replace(raw / f"{name}.json")
 
+    os.chdir(raw)  # what a case writes beside its JSON
     CASES[name](save, tiny)
 
 
