@@ -102,7 +102,7 @@ def _ranks(
         save({"benches": found, "seconds": seconds})
 
 
-# --------------------------------------------------------------------------------------------------- one sync, in detail
+# -------------------------------------------------------------------------------------------------- one sync, in detail
 
 
 def trace(save: Save, tiny: bool) -> None:
@@ -123,8 +123,8 @@ def trace(save: Save, tiny: bool) -> None:
     manager = scenarios.only_manager()
     transport = bench.Transport(manager, rank, manager.device)
     vllm_hook.reserve(transport.adapter_config)
-    for version in (1, 2):  # names are read once, and Triton compiles once
-        scenarios.generate(llm, bench.stream(llm, transport, version))
+    for number in (1, 2):  # names are read once, and Triton compiles once
+        scenarios.generate(llm, bench.stream(llm, transport, number))
     vllm_hook.release_device_memory()
     found: dict[str, Any] = {}
     # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
