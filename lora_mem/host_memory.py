@@ -26,6 +26,8 @@ ALIGNMENT = 256
 
 _TOUCH_THREADS = 16
 _TOUCH_CHUNK = 64 * 2**20
+_MADV_POPULATE_WRITE = 23  # not in Python's mmap
+_LIBC = ctypes.CDLL(None)
 
 
 def aligned(nbytes: int) -> int:
@@ -70,7 +72,8 @@ class HostBlock:
         self.nbytes = nbytes
         self.used = 0
         self.unpinned_because: str | None = None if pin else "not asked for"
-        mapping = _Mapping(-1, max(nbytes, 1))
+        # Private: the kernel gives shared anonymous memory huge pages only where an administrator allowed it.
+        mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= 2 * 2**20 and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
                 mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -121,6 +124,8 @@ class HostBlock:
         if not torch.cuda.is_available():
             return "no CUDA device in this process"
         address = self._bytes.data_ptr()
+        # A forked child would make the pages copy-on-write, and the GPU would go on with those that we gave up.
+        mapping.madvise(mmap.MADV_DONTFORK)
         _touch(address, self.nbytes)
         torch.cuda.init()
         error = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
@@ -133,13 +138,12 @@ class HostBlock:
 
 def _touch(address: int, nbytes: int) -> None:
     """Fault every page in, in parallel: `cudaHostRegister` would do it page by page on one thread."""
+
+    def fault_in(start: int) -> None:
+        where, size = address + start, min(_TOUCH_CHUNK, nbytes - start)
+        if _LIBC.madvise(ctypes.c_void_p(where), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            ctypes.memset(where, 0, size)  # before Linux 5.14: the same, and every byte written once more
+
     starts = range(0, nbytes, _TOUCH_CHUNK)
-
-    def zero(start: int) -> None:
-        ctypes.memset(address + start, 0, min(_TOUCH_CHUNK, nbytes - start))
-
-    if len(starts) == 1:
-        zero(0)
-        return
     with ThreadPoolExecutor(min(_TOUCH_THREADS, os.cpu_count() or 1)) as threads:
-        list(threads.map(zero, starts))
+        list(threads.map(fault_in, starts))

@@ -75,6 +75,9 @@ QWEN3_30B_A3B: dict[str, Any] = {
 
 PROMPT = list(range(3, 27))
 
+_DIGEST_CHUNK = 2**24
+"""Elements at a time: half a GiB of working memory."""
+
 
 def write_model(directory: str | Path, config: dict[str, Any]) -> str:
     """A model directory that holds a config.json only: vLLM makes the weights (`load_format="dummy"`)."""
@@ -240,12 +243,17 @@ def slot_digests(manager: Any) -> dict[str, int]:
     }
 
 
+def one_digest(digests: dict[str, int]) -> str:
+    """One digest for all buffers, in hexadecimal."""
+    return f"{sum(digests.values()) % 2**64:016x}"
+
+
 def digest(tensor: torch.Tensor) -> int:
     """A 64-bit digest of a contiguous tensor's bits and their order, computed where the tensor is."""
     bits = tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     total = 0
-    for start in range(0, bits.numel(), 2**26):
-        part = bits[start : start + 2**26].to(torch.int64)
+    for start in range(0, bits.numel(), _DIGEST_CHUNK):
+        part = bits[start : start + _DIGEST_CHUNK].to(torch.int64)
         places = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
         # Odd multipliers keep every bit; int64 overflow wraps.
         total += int(((part + 40503) * (places * 2654435761 + 1) * 2862933555777941757).sum())
@@ -309,7 +317,7 @@ class Life:
         """Plain values, ready for JSON; slots as one digest for all."""
         values = asdict(self)
         for key in ("slots", "rebuilt_slots"):
-            values[key] = f"{sum(values[key].values()) % 2**64:016x}"
+            values[key] = one_digest(values[key])
         return values
 
 
