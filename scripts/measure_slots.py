@@ -312,11 +312,12 @@ def measure(case: Case) -> dict[str, Any]:
         "max_num_seqs": 4,
         "enable_lora": True,
         "dtype": "bfloat16",
+        # A small share, and a given cache: vLLM then does not measure free memory, which changes as other cases end.
+        "gpu_memory_utilization": 0.08,
+        "kv_cache_memory_bytes": 2**29,
     }
     if on_gpu:
         engine |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
-        # A small share, and a given cache: vLLM then does not measure free memory, which changes as other cases end.
-        engine |= {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 2**29}
     if "text_config" in config:
         engine |= {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     engine |= {**case.lora, **(case.engine if on_gpu else case.parallel)}
