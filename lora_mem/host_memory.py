@@ -18,21 +18,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from lora_mem.footprints import BLOCK_ALIGNMENT
+from lora_mem.footprints import aligned as aligned
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ALIGNMENT = 256
+ALIGNMENT = BLOCK_ALIGNMENT
 """Bytes. Every view handed out starts at a multiple of this, which the copy engines like and every dtype accepts."""
 
 _TOUCH_THREADS = 16
 _TOUCH_CHUNK = 64 * 2**20
 _MADV_POPULATE_WRITE = 23  # not in Python's mmap
 _LIBC = ctypes.CDLL(None)
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Mapping(mmap.mmap):
