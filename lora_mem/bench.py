@@ -16,7 +16,7 @@ import torch
 
 import lora_mem
 from lora_mem import scenarios, vllm_hook
-from lora_mem.host_memory import HostBlock
+from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
 
@@ -365,7 +365,7 @@ def _sync(
         left=after[0] - rest[0],
         left_reserved=after[1] - rest[1],
         pinned=HostBlock.pinned_bytes,
-        pinned_by_torch=_pinned_by_torch(),
+        pinned_by_torch=(pinned_by_torch() or 0),
         tokens=tuple(tokens),
         rebuilt_tokens=tuple(rebuilt_tokens),
     )
@@ -380,13 +380,7 @@ def _repeat(llm: Any, transport: Transport, version: int) -> Held:
     llm.llm_engine.add_lora(request)
     scenarios.synchronize()
     vllm_hook.release_device_memory()
-    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
-
-
-def _pinned_by_torch() -> int:
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
-        return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, (pinned_by_torch() or 0), resident())
 
 
 def _evict(llm: Any, manager: Any) -> None:
