@@ -117,7 +117,7 @@ def run_in(
 
     say(f"rank {rank}: page-locking")
     with _timed() as reserving:
-        packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1)
+        packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)
     if strategies[0] != "stage":
         vllm_hook.trim()  # not to be counted as held by the others
     link, slot_copy = _link(packed_bytes, device)
@@ -132,7 +132,9 @@ def run_in(
             continue
         vllm_hook.install(strategy)
         if strategy == "stage":
-            vllm_hook.reserve(transport.adapter_config)  # ahead of the first sync, as a trainer does at its start
+            vllm_hook.reserve(
+                transport.adapter_config, wait=True
+            )  # ahead of the first sync, as a trainer does at its start
             streamed = _streamed(transport, packed_bytes)
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")

@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from lora_mem.checking import (
 )
 from lora_mem.footprints import MOST_UNDER_WAY
 from lora_mem.host_memory import HostBlock, aligned, copied
+from lora_mem.offload import view_key
 
 _versions = itertools.count(1)
 
@@ -59,10 +60,10 @@ class Part:
     members: int
     shape: tuple[int, ...]
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes it takes in a block, with alignment."""
+    def nbytes(self, dtype: torch.dtype, *, shared: bool = False) -> int:
+        """Bytes it takes in a block, with alignment; with `shared`, of one factor for all experts."""
         elements = 1
-        for size in self.shape:
+        for size in self.shape[1:] if shared else self.shape:
             elements *= size
         return aligned(elements * dtype.itemsize)
 
@@ -135,6 +136,9 @@ class Layout:
         plans: of the chunks seen so far, by their names in order.
         announced: bytes of the adapter that the config announces, once worked out.
         announced_modules: the modules that it announces.
+        predicted: what the calculator says of these bytes; None where it says nothing.
+        not_predicted_because: why it does not, or "".
+        shared: the parts of the last adapter of which all experts had one factor.
     """
 
     served: ServedModel
@@ -148,6 +152,9 @@ class Layout:
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
     announced: int = 0
     announced_modules: frozenset[str] = frozenset()
+    predicted: int | None = None
+    not_predicted_because: str = ""
+    shared: frozenset[Part] = frozenset()
     _parts_by_key: dict[tuple[Any, ...], Part] = field(default_factory=dict)
     _planned: int = 0
 
@@ -244,6 +251,27 @@ class Layout:
         parts = {part for name in names if (source := self.sources[name]) is not None for part in source.parts}
         return sum(part.nbytes(self.served.dtype) for part in parts)
 
+    def exact_nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """The same for tensors that come all at once: a factor that all experts share takes its place once."""
+        names, values = tuple(tensors), list(tensors.values())
+        shared = {group.part for group in self.plan(names).groups if self.is_shared(group, group.pick(values))}
+        return self.nbytes(names) - self.saved(shared)
+
+    def saved(self, shared: Iterable[Part]) -> int:
+        """Bytes that these parts take less where all experts share one factor."""
+        dtype = self.served.dtype
+        return sum(part.nbytes(dtype) - part.nbytes(dtype, shared=True) for part in shared)
+
+    def is_shared(self, group: Group, members: Sequence[torch.Tensor]) -> bool:
+        """Whether these are all experts of a projection and show one factor, which vLLM can be given once."""
+        return (
+            self.served.share
+            and group.complete
+            and group.part.members > 1
+            and self.scales[group.part] is not None
+            and _all_the_same(members)
+        )
+
     def _source(self, name: TensorName) -> Source:
         takes = self.served.modules[name.module]
         rank, scaling = self.rank_and_scaling(name.peft_module)
@@ -315,6 +343,8 @@ class StagedAdapter:
         block: what the parts lie in.
         from_device: tensors came from a GPU, whose memory has not been given back to the driver yet.
         why_not_laid_out: why vLLM has to pack the tensors itself.
+        predicted: bytes that the calculator said its parts take, before they came; None where it did not.
+        not_predicted_because: why not, or "".
         version: counts every stage in this process.
         loaded_in: worker LoRA managers that have built it from this version.
         registered_in: worker LoRA managers that have built it from this or an earlier version.
@@ -329,6 +359,8 @@ class StagedAdapter:
     block: HostBlock | None = None
     from_device: bool = False
     why_not_laid_out: str = ""
+    predicted: int | None = None
+    not_predicted_because: str = ""
     version: int = field(default_factory=lambda: next(_versions))
     loaded_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     registered_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -353,6 +385,7 @@ class Receiver:
     Args:
         layout: where each tensor goes.
         block: exactly as large as the parts that will arrive.
+        announced: bytes that may arrive, where they are more than the block has; the rest lies beside it.
 
     Attributes:
         parts: what has its place so far.
@@ -360,9 +393,11 @@ class Receiver:
         from_device: whether any of it came from a GPU.
     """
 
-    def __init__(self, layout: Layout, block: HostBlock) -> None:
+    def __init__(self, layout: Layout, block: HostBlock, announced: int = 0) -> None:
         self.layout = layout
         self.block = block
+        self.announced = announced
+        self._extra = 0
         self.parts: dict[Part, torch.Tensor] = {}
         self.received: set[str] = set()
         self.from_device = False
@@ -449,10 +484,10 @@ class Receiver:
         on_device = any(map(_IS_CUDA, members))
         self.from_device |= on_device
         if group.complete and scale is not None and part not in self.parts:
-            alike = not on_device or len(set(map(_DEVICE, members))) == 1
-            if alike and self.layout.served.share and part.members > 1 and _all_the_same(members):
+            if self.layout.is_shared(group, members):
                 self._put(part, first.detach().unsqueeze(0), scale)
                 return
+            alike = not on_device or len(set(map(_DEVICE, members))) == 1
             if alike and len(set(map(_DTYPE, members))) == 1:
                 with torch.no_grad():
                     self._put(part, torch.stack(members) if first.is_cuda else list(members), scale, ours=True)
@@ -498,6 +533,12 @@ class Receiver:
             try:
                 place = self.block.take(shape, self.layout.served.dtype)
             except MemoryError as error:
+                nbytes = part.nbytes(self.layout.served.dtype, shared=shape != part.shape)
+                if self.block.used + self._extra + nbytes <= self.announced:
+                    # The block was made for an adapter like the last one, whose experts shared a factor.
+                    self._extra += nbytes
+                    place = self.parts[part] = self.block.extra(shape, self.layout.served.dtype)
+                    return place
                 modules = {self.layout.read[name].module for name in self.received}
                 others = modules - self.layout.announced_modules if self.layout.announced_modules else set()
                 which = f" target_modules does not name {', '.join(compact(others))};" if others else ""
@@ -606,6 +647,5 @@ def _picker(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 def _all_the_same(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all show the same memory in the same way: one factor, sent once for all experts."""
     first, second = tensors[0], tensors[1]
-    if first.data_ptr() != second.data_ptr() or first.numel() == 0:
-        return False
-    return all(t.data_ptr() == first.data_ptr() and t.stride() == first.stride() for t in tensors)
+    # One look at two of them is enough in an adapter that shares nothing.
+    return first.data_ptr() == second.data_ptr() and first.numel() > 0 and len(set(map(view_key, tensors))) == 1

@@ -82,7 +82,8 @@ def test_the_owner_of_borrowed_tensors_gets_their_memory_back(way):
         del views
         release_device_memory()  # the owner closes what it lent; the other process is alive and holds the adapter
         assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
-        assert torch.cuda.mem_get_info()[0] >= free_before - 8 * 2**20
+        # The other process takes some for itself: its kernels are loaded as they are first used.
+        assert torch.cuda.mem_get_info()[0] >= free_before - BUCKET // 2
         assert other.is_alive()
     finally:
         inbox.put("done")
