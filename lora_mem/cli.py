@@ -1,10 +1,11 @@
-"""The command line: `lora-mem size` and `lora-mem plan`. Prints what is calculated; needs neither torch nor vllm."""
+"""The command line. `size`, `plan` and `report` need neither torch nor vllm."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -271,12 +272,32 @@ def demo() -> None:
     raise typer.Exit(run())
 
 
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A dated report: README.md, raw data, plots.")],
+    output: Annotated[Path | None, typer.Option(help="The page; default the folder's name with .html, here.")] = None,
+) -> None:
+    """One report folder as one HTML page that needs nothing else: tables with units, images inlined, no server."""
+    from lora_mem.report import ReportError, render
+
+    try:
+        page = render(folder)
+    except (ReportError, ImportError) as error:
+        _fail(error)
+    output = output or Path(f"{folder.resolve().name}.html")
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        _fail(SizingError("output", str(output), f"cannot be written ({error.strerror}); name a file"))
+    print(output)
+
+
 def _names(target_modules: str) -> str | list[str]:
     names = [name.strip() for name in target_modules.split(",")]
     return names[0] if len(names) == 1 else names
 
 
-def _fail(error: ValueError) -> NoReturn:
+def _fail(error: Exception) -> NoReturn:
     print(f"lora-mem: {error}", file=sys.stderr)
     raise typer.Exit(2)
 
