@@ -14,7 +14,7 @@ import torch
 
 import lora_mem
 from lora_mem import scenarios, vllm_hook
-from lora_mem.host_memory import HostBlock
+from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
 from lora_mem.results import Bench, Held, Sync
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
@@ -300,7 +300,7 @@ def _sync(
         left=after[0] - rest[0],
         left_reserved=after[1] - rest[1],
         pinned=HostBlock.pinned_bytes,
-        pinned_by_torch=_pinned_by_torch(),
+        pinned_by_torch=pinned_by_torch() or 0,
         held=held,
         tokens=tuple(tokens),
         rebuilt_tokens=tuple(rebuilt_tokens),
@@ -343,19 +343,13 @@ def stream(
 def _repeat(llm: Any, transport: Transport, version: int) -> Held:
     stream(llm, transport, version)
     vllm_hook.release_device_memory()
-    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
+    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
 
 
 def _digest_of_slots(manager: Any) -> str:
     digest = scenarios.one_digest(scenarios.slot_digests(manager))
     vllm_hook.release_device_memory()  # its working memory
     return digest
-
-
-def _pinned_by_torch() -> int:
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
-        return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def _evict(llm: Any, manager: Any) -> None:

@@ -14,12 +14,13 @@ import mmap
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ALIGNMENT = 256
 """Bytes. Every view handed out starts at a multiple of this, which the copy engines like and every dtype accepts."""
@@ -28,6 +29,20 @@ _TOUCH_THREADS = 16
 _TOUCH_CHUNK = 64 * 2**20
 _MADV_POPULATE_WRITE = 23  # not in Python's mmap
 _LIBC = ctypes.CDLL(None)
+
+
+@dataclass
+class Copied:
+    """Bytes copied between GPUs and the host so far, each way; only ever grows. A profile takes differences of it.
+
+    Counted by the code that copies: an offload, a stage, and vLLM's copies into slots while a profile is open.
+    """
+
+    to_host: int = 0
+    to_device: int = 0
+
+
+copied = Copied()
 
 
 def aligned(nbytes: int) -> int:
@@ -47,7 +62,7 @@ class _Mapping(mmap.mmap):
         if self.registered_at and not sys.is_finalizing():
             torch.cuda.synchronize()  # a copy from or to it may still be under way
             torch.cuda.cudart().cudaHostUnregister(self.registered_at)
-            HostBlock.pinned_bytes -= len(self)
+            _pinned(self.registered_at, -len(self))
 
 
 class HostBlock:
@@ -65,6 +80,9 @@ class HostBlock:
 
     pinned_bytes: ClassVar[int] = 0
     """Bytes that all blocks of this process have page-locked now."""
+
+    watchers: ClassVar[list[Callable[[int, int], None]]] = []
+    """Called with (address, bytes) when a block has been page-locked, and with minus the bytes when it is let go."""
 
     def __init__(self, nbytes: int, *, pin: bool = True) -> None:
         if nbytes < 0:
@@ -132,8 +150,28 @@ class HostBlock:
         if error:
             return f"cudaHostRegister of {self.nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
         mapping.registered_at = address
-        HostBlock.pinned_bytes += len(mapping)
+        _pinned(address, len(mapping))
         return None
+
+
+def pinned_by_torch() -> int | None:
+    """Bytes that torch's own cache of page-locked memory holds, in use or not; None without a GPU in this process."""
+    if not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+def resident() -> int:
+    """Bytes of host memory that this process has resident."""
+    with open("/proc/self/statm", "rb") as file:
+        pages = int(file.read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _pinned(address: int, nbytes: int) -> None:
+    HostBlock.pinned_bytes += nbytes
+    for watcher in HostBlock.watchers:
+        watcher(address, nbytes)
 
 
 def _touch(address: int, nbytes: int) -> None:

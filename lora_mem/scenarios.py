@@ -18,6 +18,7 @@ import torch
 
 from lora_mem import vllm_hook
 from lora_mem.checking import ServedModule
+from lora_mem.host_memory import resident
 from lora_mem.layers import Experts
 from lora_mem.shapes import ModelShape
 
@@ -406,12 +407,6 @@ def _snapshot(name: str, milliseconds: float | None, manager: Any) -> Phase:
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     return phase
-
-
-def resident() -> int:
-    """Bytes of host memory that this process has resident."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def synchronize() -> None:

@@ -30,7 +30,7 @@ from lora_mem.checking import (
     check_adapter,
     compact,
 )
-from lora_mem.host_memory import HostBlock, aligned
+from lora_mem.host_memory import HostBlock, aligned, copied
 
 _versions = itertools.count(1)
 
@@ -395,6 +395,7 @@ class Receiver:
             # On the current stream: whatever it does to the tensor afterwards comes after the copy.
             place[member].copy_(value, non_blocking=True)
             if value.is_cuda:
+                copied.to_host += value.nbytes
                 self._copies.also_wait_for(value.device)
 
     def _put(self, part: Part, value: torch.Tensor | list[torch.Tensor], scale: float, *, ours: bool = False) -> None:
@@ -461,6 +462,7 @@ class _DeviceCopies:
         # Held until the copy is done: the allocator would hand the memory to the current stream's next tensor.
         self._under_way.append((stream.record_event(), source))
         self._bytes += source.nbytes
+        copied.to_host += source.nbytes
 
     def also_wait_for(self, device: torch.device) -> None:
         """Copies were issued on the current stream of a device."""

@@ -17,16 +17,17 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lora_mem import checking, offload
 from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
-from lora_mem.host_memory import HostBlock
+from lora_mem.host_memory import HostBlock, copied
 from lora_mem.staging import Layout, Receiver, StagedAdapter
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ _armed: set[tuple[int, int]] = set()
 observers: list[Callable[[str, int], None]] = []
 """Called with ("loaded" | "added" | "offloaded", lora_int_id) once per load, never for one that is there already."""
 
+Recorder = Callable[[str], AbstractContextManager[Any]]
+_recorders: list[Recorder] = []
+
 
 # -------------------------------------------------------------------------------------------------- install, uninstall
 
@@ -118,6 +122,8 @@ def install(strategy: Strategy = "stage") -> None:
             if original is not None and not _is_ours(original):
                 _originals[cls.__name__, method] = original
                 setattr(cls, method, _WRAPPERS[method](original))
+    if _recorders:
+        _wrap_parts()
     _managers.update(_started_before(classes))
 
 
@@ -698,11 +704,13 @@ def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_adapter(manager: Any, *args: Any, **kwargs: Any) -> Any:
         request = args[0] if args else next(iter(kwargs.values()))
         if _inactive_because or not request.lora_path.startswith(SCHEME):
-            model = original(manager, request)
+            with _recorded("build"):
+                model = original(manager, request)
             # A directory's adapter is built on the host. One that is not came from another in-memory loader.
             on_device = not _inactive_because and any(offload._read(p).device.type != "cpu" for p in _places(model))
         else:
-            model = _load_staged(original, manager, request)
+            with _recorded("build"):
+                model = _load_staged(original, manager, request)
             on_device = True
         if on_device:
             _armed.add((id(manager), request.lora_int_id))
@@ -719,6 +727,13 @@ def _wrap_add_adapter(original: Callable[..., bool]) -> Callable[..., bool]:
         request = args[0] if args else next(iter(kwargs.values()))
         if request.load_inplace and not _inactive_because:
             request = _loaded_once(manager, request)
+        if not _recorders or not _will_load(manager, request):
+            return add(manager, request)
+        stage = _staged.get(request.lora_int_id)
+        with _recorded("rebuild" if stage is not None and manager in stage.loaded_in else "load"):
+            return add(manager, request)
+
+    def add(manager: Any, request: LoRARequest) -> bool:
         try:
             added = original(manager, request)
         except BaseException:
@@ -802,7 +817,8 @@ def _offload_armed(manager: Any) -> None:
         for observer in observers:
             observer("added", lora_int_id)
         if _strategy != "keep":
-            offload_in_memory_adapter(manager, lora_int_id)
+            with _recorded("offload"):
+                offload_in_memory_adapter(manager, lora_int_id)
             for observer in observers:
                 observer("offloaded", lora_int_id)
 
@@ -1486,3 +1502,99 @@ def observed(observer: Callable[[str, int], None]) -> Iterator[None]:
         yield
     finally:
         observers.remove(observer)
+
+
+# ----------------------------------------------------------------------------------------------- the parts of a load
+
+
+@contextmanager
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Enter `recorder(phase)` around each load inside the `with` block, and around each part of it.
+
+    Phases: "load", or "rebuild" where this version of a staged adapter had been loaded before; in it "build" (vLLM's
+    `_load_adapter`), "pack" (what registering does to it: stack, scale, page-lock), "activate" (into a slot; by itself
+    where only the slot had been taken) and "offload". Nothing is recorded while the hook is not installed.
+    """
+    _recorders.append(recorder)
+    try:
+        if not _inactive_because:
+            _wrap_parts()
+        yield
+    finally:
+        _recorders.remove(recorder)
+        if not _recorders:
+            _unwrap_parts()
+
+
+_parts: dict[str, Callable[..., Any]] = {}
+
+
+def _wrap_parts() -> None:
+    """Wrap what has no place of its own in the worker's manager, only while someone records: both are hot or private.
+
+    `LRUCacheLoRAModelManager` inherits the first and calls `super()` in the second.
+    """
+    from vllm.lora.model_manager import LoRAModelManager
+
+    if _parts:
+        return
+    for method, wrap in (("_create_merged_loras_inplace", _wrap_pack), ("activate_adapter", _wrap_activate)):
+        _parts[method] = vars(LoRAModelManager)[method]
+        setattr(LoRAModelManager, method, wrap(_parts[method]))
+
+
+def _unwrap_parts() -> None:
+    if not _parts:
+        return
+    from vllm.lora.model_manager import LoRAModelManager
+
+    for method, original in _parts.items():
+        setattr(LoRAModelManager, method, original)
+    _parts.clear()
+
+
+def _wrap_pack(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def pack(adapter_manager: Any, model: LoRAModel) -> None:
+        with _recorded("pack"):
+            original(adapter_manager, model)
+
+    return pack
+
+
+def _wrap_activate(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def activate_adapter(adapter_manager: Any, lora_id: int) -> bool:
+        if lora_id in adapter_manager._active_adapters:
+            return original(adapter_manager, lora_id)
+        with _recorded("activate"), _CopiesToDevice():
+            return original(adapter_manager, lora_id)
+
+    return activate_adapter
+
+
+class _CopiesToDevice(TorchFunctionMode):
+    """Counts what crosses the link on its way into slots: vLLM slices and copies by itself, so it is seen there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.copy_:
+            target, source = args[:2]
+            if target.is_cuda and not source.is_cuda:
+                copied.to_device += target.numel() * source.element_size()
+        elif func is torch.Tensor.to and result.is_cuda and not args[0].is_cuda:
+            copied.to_device += args[0].nbytes
+        return result
+
+
+def _recorded(phase: str) -> AbstractContextManager[Any]:
+    if not _recorders:
+        return nullcontext()
+    stack = ExitStack()
+    for recorder in _recorders:
+        stack.enter_context(recorder(phase))
+    return stack
+
+
+def _will_load(manager: Any, request: LoRARequest) -> bool:
+    return request.load_inplace or request.lora_int_id not in manager.list_adapters()

@@ -121,3 +121,33 @@ def test_qwen3_30b_a3b_leaves_the_gpu():
         assert life["tokens"] == keep["tokens"] == life["rebuilt_tokens"]
         assert life["logprobs"] == keep["logprobs"] == life["rebuilt_logprobs"]
         assert life["slots"] == keep["slots"] == life["rebuilt_slots"]
+
+
+def test_a_profile_agrees_with_the_device_s_own_trace():
+    result = run("profiles")
+    packed = result["packed_bytes"]
+    phases = {name: {phase["name"]: phase for phase in result[name]["phases"]} for name in ("keep", "offload", "stage")}
+    for name, found in phases.items():
+        assert list(found) == ["stage", "load", "build", "pack", "activate", *(["offload"] * (name != "keep"))]
+        for one in found.values():
+            assert one["device_seconds"] > 0, (name, one)
+            assert one["device_seconds"] <= one["seconds"] * 1.01 + 1e-4, (name, one)
+            assert one["traced"]["to_host"] == one["to_host"], (name, one)
+            assert one["traced"]["to_device"] == one["to_device"], (name, one)
+    assert {name: found["activate"]["to_device"] for name, found in phases.items()} == {
+        "keep": 0,
+        "offload": 0,
+        "stage": packed,
+    }
+    assert phases["keep"]["load"]["to_host"] == 0
+    assert phases["offload"]["offload"]["to_host"] == 2 * packed  # what was received, and what was packed
+    assert phases["offload"]["offload"]["to_host_rate"] > 20e9
+    assert phases["stage"]["stage"]["to_host"] == packed
+    assert phases["stage"]["load"]["to_host"] == 0
+    for name, expected in (("keep", 2 * packed), ("offload", 0), ("stage", 0)):
+        total = result[name]["total"]
+        assert total["after"]["allocated"] - total["before"]["allocated"] == expected, name
+    assert phases["stage"]["stage"]["peak"]["allocated"] - phases["stage"]["stage"]["before"]["allocated"] < packed
+    # The copies run while the next layer is made and stacked.
+    streamed = phases["stage"]["stage"]["traced"]
+    assert streamed["overlapped"] > 0.02 * streamed["to_host_seconds"]
