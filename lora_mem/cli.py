@@ -273,6 +273,29 @@ def demo() -> None:
 
 
 @app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """What is installed, whether the hook fits this vLLM, what this machine can do. Exit code 1: something is bad."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from lora_mem import doctor as doctors
+
+    console = Console(highlight=False)
+    found = []
+    for check in doctors.checks():
+        found.append(check)
+        if not as_json:
+            colour = {"ok": "green", "warn": "yellow", "bad": "bold red"}[check.state]
+            console.print(f"[{colour}]{check.state:<5}[/]{escape(check.name)}: {escape(check.found)}", soft_wrap=True)
+            if check.advice:
+                console.print(f"     -> {check.advice}", soft_wrap=True, markup=False)
+    result = doctors.to_dict(found)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="A dated report: README.md, raw data, plots.")],
     output: Annotated[Path | None, typer.Option(help="The page; default the folder's name with .html, here.")] = None,
