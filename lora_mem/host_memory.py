@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from lora_mem.footprints import BLOCK_ALIGNMENT
+from lora_mem.footprints import aligned as aligned
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-ALIGNMENT = 256
+ALIGNMENT = BLOCK_ALIGNMENT
 """Bytes. Every view handed out starts at a multiple of this, which the copy engines like and every dtype accepts."""
 
 _TOUCH_THREADS = 16
@@ -43,11 +46,6 @@ class Copied:
 
 
 copied = Copied()
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Mapping(mmap.mmap):

@@ -132,6 +132,17 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
+def memory(tensors: Iterable[torch.Tensor]) -> dict[tuple[str, int], int]:
+    """Bytes of the memory that tensors show, by device and address; what several show counts once."""
+    found: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes():
+            # Views of one block are told apart by where they start; a block's own total would count its padding.
+            key = (str(tensor.device), tensor.data_ptr() or id(tensor))
+            found[key] = max(found.get(key, 0), without_repeats(tensor).nbytes)
+    return found
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 

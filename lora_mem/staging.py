@@ -30,13 +30,10 @@ from lora_mem.checking import (
     check_adapter,
     compact,
 )
+from lora_mem.footprints import MOST_UNDER_WAY
 from lora_mem.host_memory import HostBlock, aligned, copied
 
 _versions = itertools.count(1)
-
-_MOST_UNDER_WAY = 64 * 2**20
-"""Bytes of device memory that wait for their copy to the host: enough to keep the link busy, and the most that a stage
-adds to the GPU's peak beyond the chunk (one part more, where a part is larger)."""
 
 
 @dataclass(frozen=True, eq=False)  # a layout makes each part once: compared and hashed by identity, for speed
@@ -450,7 +447,7 @@ class _DeviceCopies:
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy once the current stream's work on `source` is done; waits while too much is under way."""
-        while self._under_way and self._bytes + source.nbytes > _MOST_UNDER_WAY:
+        while self._under_way and self._bytes + source.nbytes > MOST_UNDER_WAY:
             self._wait_for_oldest()
         device = source.device
         if device not in self._streams:

@@ -632,6 +632,106 @@ def slot_buffers(module: Any) -> dict[str, torch.Tensor]:
     return buffers
 
 
+@dataclass(frozen=True)
+class LiveAdapter:
+    """The tensors of one adapter that are alive in a worker.
+
+    Attributes:
+        rank: `r` of its config.
+        packed: those of the registered model, by vLLM's module.
+        staged: those that are kept to build it again, by vLLM's module.
+        block_bytes: what the block takes that the staged tensors lie in; 0 where they do not lie in one.
+    """
+
+    rank: int
+    packed: dict[str, list[torch.Tensor]]
+    staged: dict[str, list[torch.Tensor]]
+    block_bytes: int
+
+
+def live_adapters(manager: Any) -> dict[int, LiveAdapter]:
+    """The adapters that a worker has registered, or that are staged in this process, by `lora_int_id`."""
+    registered = manager._adapter_manager.list_adapters()
+    found = {}
+    for lora_int_id in sorted({*registered, *_staged}):
+        model, stage = registered.get(lora_int_id), _staged.get(lora_int_id)
+        packed: dict[str, list[torch.Tensor]] = {}
+        for name, lora in {**getattr(model, "loras", {}), **getattr(model, "modules_to_save", {})}.items():
+            packed[name] = [offload._read(place) for place in _lora_places(lora)]
+        staged = {} if stage is None else _staged_by_module(manager, stage)
+        rank = int(stage.config["r"]) if stage is not None else registered[lora_int_id].rank
+        block = stage.block.nbytes if stage is not None and stage.block is not None else 0
+        found[lora_int_id] = LiveAdapter(rank, packed, staged, block)
+    return found
+
+
+def _staged_by_module(manager: Any, stage: StagedAdapter) -> dict[str, list[torch.Tensor]]:
+    """A stage's tensors by the module of vLLM that they are packed in."""
+    packed_in = {
+        child: name for name, children in manager._adapter_manager.packed_modules.items() for child in children
+    }
+    packed_in |= {name: takes.packed_in for name, takes in served_model(manager).modules.items() if takes.packed_in}
+    found: dict[str, list[torch.Tensor]] = {}
+    for part, tensor in stage.parts.items():
+        found.setdefault(packed_in.get(part.module, part.module), []).append(tensor)
+    names = _names(stage.tensors, _peft_helper(stage.config), _rename_mapper(manager._adapter_manager.model), ())
+    for key, tensor in stage.tensors.items():
+        module = names[key].module if key in names else key
+        found.setdefault(packed_in.get(module, module), []).append(tensor)
+    return found
+
+
+@dataclass(frozen=True)
+class LiveWorker:
+    """What a worker says of itself: its device, LoRA's rank limit, the model's name, workers on this host."""
+
+    device: torch.device
+    max_lora_rank: int
+    model: str
+    workers_per_node: int
+
+
+def live_worker(manager: Any) -> LiveWorker:
+    """Facts of the worker that a LoRA manager belongs to."""
+    from vllm.distributed import parallel_state
+
+    config = manager._adapter_manager.model.config
+    name = getattr(config, "architectures", None) or [type(manager._adapter_manager.model).__name__]
+    size = parallel_state.get_world_group().world_size // parallel_state.get_node_count()
+    return LiveWorker(torch.device(manager.device), manager.lora_config.max_lora_rank, str(name[0]), size)
+
+
+def manager_of(engine: Any = None) -> Any:
+    """The worker LoRA manager of an engine.
+
+    Args:
+        engine: an `LLM` or `LLMEngine` whose worker is in this process, a worker, a worker LoRA manager, or None for
+            the only one of this process.
+
+    Raises:
+        LookupError: there is none, there are several, or its workers live in other processes.
+    """
+    if engine is None:
+        managers = live_managers() or _started_before(_manager_classes())
+        if len(managers) != 1:
+            raise LookupError(f"this process has {len(managers)} vLLM engines with LoRA; say which one is meant")
+        return managers[0]
+    if isinstance(engine, _manager_classes()):
+        return engine
+    core = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+    executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
+    worker = engine if hasattr(engine, "model_runner") else getattr(executor, "driver_worker", None)
+    if worker is None:
+        raise LookupError(
+            f"{type(engine).__name__} has no worker in this process; measure in each worker, by"
+            ' collective_rpc("lora_mem_measure") with worker_extension_cls="lora_mem.measuring.WorkerExtension"'
+        )
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        raise LookupError("the engine was started without enable_lora=True: it has no adapters")
+    return manager
+
+
 release_device_memory = offload.release_device_memory
 
 
@@ -1430,21 +1530,27 @@ def _expert_help(adapters: Any) -> str:
 
 def _places(model: LoRAModel) -> Iterator[offload.Place]:
     """Where a registered model holds its tensors: factors, single or per slice, and full modules."""
-    for lora in model.loras.values():
-        for factor in ("lora_a", "lora_b"):
-            value = getattr(lora, factor)
-            if isinstance(value, (list, tuple)):
-                if isinstance(value, tuple):
-                    value = list(value)
-                    setattr(lora, factor, value)
-                # By index: a _Spread puts its factors on the device when it is iterated over.
-                yield from ((value, index) for index in range(len(value)) if value[index] is not None)
-            elif value is not None:
-                yield lora, factor
-    for full in getattr(model, "modules_to_save", {}).values():
-        yield full, "weight"
-        if full.bias is not None:
-            yield full, "bias"
+    for module in (*model.loras.values(), *getattr(model, "modules_to_save", {}).values()):
+        yield from _lora_places(module)
+
+
+def _lora_places(module: Any) -> Iterator[offload.Place]:
+    """Where one module of a registered model holds its tensors."""
+    if hasattr(module, "weight"):
+        yield module, "weight"
+        if module.bias is not None:
+            yield module, "bias"
+        return
+    for factor in ("lora_a", "lora_b"):
+        value = getattr(module, factor)
+        if isinstance(value, (list, tuple)):
+            if isinstance(value, tuple):
+                value = list(value)
+                setattr(module, factor, value)
+            # By index: a _Spread puts its factors on the device when it is iterated over.
+            yield from ((value, index) for index in range(len(value)) if value[index] is not None)
+        elif value is not None:
+            yield module, factor
 
 
 def _registered(manager: Any, lora_int_id: int) -> Any:
@@ -1452,19 +1558,14 @@ def _registered(manager: Any, lora_int_id: int) -> Any:
     return manager._adapter_manager.list_adapters().get(lora_int_id)
 
 
-def _bytes_by_device(tensors: Any, seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
-    """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
+def _bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
+    """Bytes on each device; memory that was counted already is left out."""
     seen = set() if seen is None else seen
     result: dict[str, int] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        # Views of one block are told apart by where they start; a block's own total would count its padding.
-        key = (str(tensor.device), tensor.data_ptr() or id(tensor))
-        if key in seen or storage.nbytes() == 0:
-            continue
-        seen.add(key)
-        nbytes = offload.without_repeats(tensor).nbytes
-        result[str(tensor.device)] = result.get(str(tensor.device), 0) + nbytes
+    for key, nbytes in offload.memory(tensors).items():
+        if key not in seen:
+            seen.add(key)
+            result[key[0]] = result.get(key[0], 0) + nbytes
     return result
 
 

