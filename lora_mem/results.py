@@ -180,8 +180,8 @@ def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
     Of several syncs the last, but for "first sync", which pays for what is reserved and read once.
     """
     columns = ["rank", "strategy", "first sync, s", "sync, s", "add_lora, s", "rebuild, s", "GPU peak, GiB"]
-    columns += ["GPU left, GiB", "page-locked, GiB", "registered, GiB", "predicted, GiB", "slots, GiB"]
-    columns += ["predicted, GiB", "slots equal"]
+    columns += ["GPU left, GiB", "page-locked, GiB", "registered, GiB", "by calculation, GiB", "slots, GiB"]
+    columns += ["by calculation, GiB", "slots equal"]
     rows = []
     for bench in benches:
         predicted = [_gib(bench.predicted.get(name)) for name in ("packed_bytes", "slot_bytes")]
@@ -193,11 +193,14 @@ def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
             slots = _gib(sum(last.held["slots"].values()))
             row = [str(bench.rank), strategy, *(f"{one:.3f}" for one in seconds), *map(_gib, sizes)]
             rows.append([*row, predicted[0], slots, predicted[1], equal])
-        for strategy, reason in bench.skipped.items():
-            rows.append([str(bench.rank), strategy, f"left out: {reason}", *[""] * (len(columns) - 3)])
     one = benches[0]
     caption = f"{one.model}, {one.layers} layers, slots of rank {one.max_lora_rank}, on {one.device}"
-    return caption, columns, rows
+    left_out = [
+        f"; rank {bench.rank} by {strategy} left out: {reason}"
+        for bench in benches
+        for strategy, reason in bench.skipped.items()
+    ]
+    return caption + "".join(left_out), columns, rows
 
 
 def _gib(nbytes: int | None) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import lora_mem
 
-from lora_mem.footprints import footprint
+from lora_mem.footprints import STRATEGIES, footprint
 from lora_mem.layers import SizingError
 from lora_mem.planning import GPUS, plan, savings, sweep
 
@@ -131,10 +131,13 @@ def test_plots_take_and_return_axes() -> None:
     assert plot_phases(result, ax=given) is given
     heights = [patch.get_height() for patch in given.patches]
     assert sum(heights[i] for i in (1, 5)) == pytest.approx(result.gpu_sync_peak_bytes / GIB)
-    holders = plot_holders({"keep": result})
-    assert sum(patch.get_height() for patch in holders.patches) == pytest.approx(
-        (result.slot_bytes + result.packed_bytes + result.staged_bytes) / GIB
-    )
+    holders = plot_holders({strategy: footprint(QWEN, rank=64, strategy=strategy) for strategy in STRATEGIES})
+    bars = [holders.patches[start : start + 3] for start in (0, 3, 6)]
+    assert sum(bar.get_height() for bar in bars[0]) == pytest.approx(result.gpu_resident_bytes / GIB)
+    assert [bool(bar.get_hatch()) for bar in bars[0]] == [False, False, False]
+    for strategy, drawn in zip(STRATEGIES[1:], bars[1:], strict=True):
+        on_host = sum(bar.get_height() for bar in drawn if bar.get_hatch())
+        assert on_host == pytest.approx(footprint(QWEN, rank=64, strategy=strategy).host_bytes / GIB)
     heat = plot_rank_by_tp(QWEN, ranks=(8, 64), tensor_parallel_sizes=(1, 3))
     texts = [text.get_text() for text in heat.texts]
     assert texts == [f"{footprint(QWEN, rank=rank).slot_bytes / GIB:.2f}" for rank in (8, 64)]

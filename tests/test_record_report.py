@@ -77,6 +77,13 @@ def test_what_it_ran_on(folder):
     assert str(folder.parent) not in path.read_text()
 
 
+def test_plots_of_what_was_recorded(folder):
+    pytest.importorskip("matplotlib")
+    done = record(folder, "--plot")
+    assert done.stdout.split() == ["rank_sweep.png", "reserving.png"]
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in done.stdout.split())
+
+
 def test_a_case_that_there_is_not(tmp_path):
     done = record(tmp_path, "--only", "nonsense")
     assert done.returncode == 2
