@@ -15,6 +15,7 @@ import torch
 import lora_mem
 from lora_mem import scenarios, vllm_hook
 from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
+from lora_mem.progress import progress
 from lora_mem.results import Bench, Held, Sync
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
@@ -125,6 +126,7 @@ def run_in(
     held: list[Held] = []
     skipped: dict[str, str] = {}
     streamed = 0.0
+    steps = progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * ("stage" in strategies))
     for strategy in strategies:
         if no_room := _no_room(strategy, packed_bytes):
             say(f"rank {rank}: {strategy} left out: {no_room}")
@@ -137,12 +139,16 @@ def run_in(
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
             found.append(_sync(llm, manager, strategy, number, transport, transport_alone, generate))
+            steps.update()
         if strategy == "stage" and repeats:
             say(f"rank {rank}: {repeats} more syncs")
-            held = [_repeat(llm, transport, syncs + 1 + number) for number in range(repeats)]
+            for number in range(repeats):
+                held.append(_repeat(llm, transport, syncs + 1 + number))
+                steps.update()
         vllm_hook.drop_adapter(1)
         vllm_hook.drop_adapter(2)
         vllm_hook.release_device_memory()
+    steps.close()
     return Bench(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         versions=_versions(),

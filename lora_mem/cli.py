@@ -233,6 +233,7 @@ def bench(
 ) -> None:
     """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes."""
     from lora_mem.bench import STRATEGIES, engine_config, run
+    from lora_mem.progress import say
 
     if strategy not in (*STRATEGIES, "all"):
         _fail(SizingError("strategy", strategy, f"must be one of {', '.join(STRATEGIES)}, all"))
@@ -251,7 +252,7 @@ def bench(
         strategies=tuple(name for name in STRATEGIES if strategy in (name, "all")),
         syncs=syncs,
         repeats=repeats,
-        say=lambda text: print(text, file=sys.stderr),
+        say=say,
         gpu_memory_utilization=gpu_memory_utilization,
     )
     if as_json:

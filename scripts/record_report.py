@@ -435,14 +435,17 @@ def main() -> int:
     if arguments.child:
         child(arguments.child, raw, arguments.tiny)
         return 0
+    from lora_mem.progress import progress
+
     done = environment() | {"cases": []}
-    for name in arguments.only or CASES:
+    for name in progress(list(arguments.only or CASES), what="cases"):
         done["cases"].append(record(name, raw, arguments.tiny))
         # One file for each call, so that cases can be recorded in several.
         stamp = done["date"].replace(":", "").replace("-", "")[:15]
         (raw / f"environment-{stamp}.json").write_text(json.dumps(done, indent=1) + "\n")
-        print(f"{name:<12} {'ok' if done['cases'][-1]['ok'] else 'FAILED':<7} {done['cases'][-1]['seconds']:>6} s")
-        if not done["cases"][-1]["ok"]:
+        case = done["cases"][-1]
+        print(f"{name:<12} {'ok' if case['ok'] else 'FAILED':<7} {case['seconds']:>6} s", flush=True)
+        if not case["ok"]:
             print((raw / f"{name}.log").read_text()[-2000:], flush=True)
     return 0 if all(case["ok"] for case in done["cases"]) else 1
 

@@ -10,7 +10,8 @@ from test_cli import lora_mem
 
 from lora_mem.footprints import STRATEGIES, footprint
 from lora_mem.layers import SizingError
-from lora_mem.planning import GPUS, plan, savings, sweep
+from lora_mem.planning import GPUS, by_model, plan, savings, sweep
+from lora_mem.shapes import known_models
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -117,6 +118,19 @@ def test_a_sweep_is_a_frame_of_footprints() -> None:
     assert refused.error.str.contains("tensor_parallel_size=3").all()
     row = frame[(frame["rank"] == 64) & (frame.tensor_parallel_size == 4)].iloc[0]
     assert row.slot_bytes == footprint(QWEN, rank=64, tensor_parallel_size=4, max_loras=2).slot_bytes
+
+
+def test_models_side_by_side() -> None:
+    pytest.importorskip("pandas")
+    frame = by_model([QWEN, "Qwen/Qwen2.5-7B-Instruct"], rank=16, tensor_parallel_size=8)
+    assert list(frame.index) == [QWEN, "Qwen/Qwen2.5-7B-Instruct"]
+    row = frame.loc[QWEN]
+    assert row.slot_bytes == footprint(QWEN, rank=16, tensor_parallel_size=8).slot_bytes
+    for answer in savings(QWEN, rank=16, tensor_parallel_size=8):
+        assert row[answer.question] == answer.value
+    assert "which is 28" in frame.error["Qwen/Qwen2.5-7B-Instruct"]
+    assert frame.slot_bytes.isna()["Qwen/Qwen2.5-7B-Instruct"]
+    assert len(by_model(rank=8)) == len(known_models())
 
 
 def test_plots_take_and_return_axes() -> None:
