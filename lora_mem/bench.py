@@ -15,6 +15,7 @@ import torch
 import lora_mem
 from lora_mem import scenarios, vllm_hook
 from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
+from lora_mem.progress import progress
 from lora_mem.results import Bench, Held, Sync
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
@@ -125,6 +126,7 @@ def run_in(
     held: list[Held] = []
     skipped: dict[str, str] = {}
     streamed = 0.0
+    steps = progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * ("stage" in strategies))
     for strategy in strategies:
         if no_room := _no_room(strategy, packed_bytes):
             say(f"rank {rank}: {strategy} left out: {no_room}")
@@ -132,19 +134,22 @@ def run_in(
             continue
         vllm_hook.install(strategy)
         if strategy == "stage":
-            vllm_hook.reserve(
-                transport.adapter_config, wait=True
-            )  # ahead of the first sync, as a trainer does at its start
+            # Ahead of the first sync, as a trainer does at its start.
+            vllm_hook.reserve(transport.adapter_config, wait=True)
             streamed = _streamed(transport, packed_bytes)
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
             found.append(_sync(llm, manager, strategy, number, transport, transport_alone, generate))
+            steps.update()
         if strategy == "stage" and repeats:
             say(f"rank {rank}: {repeats} more syncs")
-            held = [_repeat(llm, transport, syncs + 1 + number) for number in range(repeats)]
+            for number in range(repeats):
+                held.append(_repeat(llm, transport, syncs + 1 + number))
+                steps.update()
         vllm_hook.drop_adapter(1)
         vllm_hook.drop_adapter(2)
         vllm_hook.release_device_memory()
+    steps.close()
     return Bench(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         versions=_versions(),
@@ -223,8 +228,8 @@ class Transport:
     def seconds(self, version: int) -> float:
         """How long making all of them takes, each chunk dropped as the next comes."""
         with _timed() as elapsed:
-            for _ in self.chunks(version):
-                pass
+            for chunk in self.chunks(version):
+                del chunk
         return elapsed()
 
 
@@ -302,7 +307,7 @@ def _sync(
         left=after[0] - rest[0],
         left_reserved=after[1] - rest[1],
         pinned=HostBlock.pinned_bytes,
-        pinned_by_torch=(pinned_by_torch() or 0),
+        pinned_by_torch=pinned_by_torch() or 0,
         held=held,
         tokens=tuple(tokens),
         rebuilt_tokens=tuple(rebuilt_tokens),
@@ -345,7 +350,7 @@ def stream(
 def _repeat(llm: Any, transport: Transport, version: int) -> Held:
     stream(llm, transport, version)
     vllm_hook.release_device_memory()
-    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, (pinned_by_torch() or 0), resident())
+    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
 
 
 def _digest_of_slots(manager: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,7 @@ class Bench:
             f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; {unit}: "
             f"packed {self.packed_bytes / scale:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
             f"{self.slot_bytes / scale:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
+            + "".join(f"; {strategy} left out: {reason}" for strategy, reason in self.skipped.items())
         )
         return title, columns, rows
 
@@ -168,14 +169,54 @@ class Bench:
         return cls(**plain)
 
 
+def is_bench(value: Mapping[str, Any]) -> bool:
+    """Whether `Bench.from_dict` can read this."""
+    return not _missing(Bench, value) and not any(_missing(Sync, sync) for sync in value["syncs"])
+
+
+def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns and rows: one row for each bench and strategy, measured beside predicted; GiB and seconds.
+
+    Of several syncs the last, but for "first sync", which pays for what is reserved and read once.
+    """
+    columns = ["rank", "strategy", "first sync, s", "sync, s", "add_lora, s", "rebuild, s", "GPU peak, GiB"]
+    columns += ["GPU left, GiB", "page-locked, GiB", "registered, GiB", "by calculation, GiB", "slots, GiB"]
+    columns += ["by calculation, GiB", "slots equal"]
+    rows = []
+    for bench in benches:
+        predicted = [_gib(bench.predicted.get(name)) for name in ("packed_bytes", "slot_bytes")]
+        equal = "yes" if bench.slots_equal else "NO"
+        for strategy in dict.fromkeys(sync.strategy for sync in bench.syncs):
+            first, *_, last = [sync for sync in bench.syncs if sync.strategy == strategy]
+            seconds = [first.seconds, last.seconds, last.adding, last.rebuilding]
+            sizes = [last.peak, last.left, last.pinned + last.pinned_by_torch, sum(last.held["registered"].values())]
+            slots = _gib(sum(last.held["slots"].values()))
+            row = [str(bench.rank), strategy, *(f"{one:.3f}" for one in seconds), *map(_gib, sizes)]
+            rows.append([*row, predicted[0], slots, predicted[1], equal])
+    one = benches[0]
+    caption = f"{one.model}, {one.layers} layers, slots of rank {one.max_lora_rank}, on {one.device}"
+    left_out = [
+        f"; rank {bench.rank} by {strategy} left out: {reason}"
+        for bench in benches
+        for strategy, reason in bench.skipped.items()
+    ]
+    return caption + "".join(left_out), columns, rows
+
+
+def _gib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:.4f}"
+
+
 def _tuples(sync: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in sync.items()}
 
 
 def _fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dataclasses.fields(cls)
-    needed = [one.name for one in fields if one.default is one.default_factory is dataclasses.MISSING]
-    missing = [name for name in needed if name not in values]
-    if missing:
+    if missing := _missing(cls, values):
         raise ValueError(f"this is no {cls.__name__}: it has no {', '.join(missing)}; write it with to_dict()")
-    return {one.name: values[one.name] for one in fields if one.name in values}
+    return {one.name: values[one.name] for one in dataclasses.fields(cls) if one.name in values}
+
+
+def _missing(cls: type, values: Mapping[str, Any]) -> list[str]:
+    needed = [one.name for one in dataclasses.fields(cls) if one.default is one.default_factory is dataclasses.MISSING]
+    return [name for name in needed if name not in values]

@@ -33,7 +33,6 @@ from lora_mem.checking import (
 )
 from lora_mem.footprints import MOST_UNDER_WAY
 from lora_mem.host_memory import HostBlock, aligned, copied
-from lora_mem.offload import view_key
 
 _versions = itertools.count(1)
 

@@ -2,10 +2,12 @@
 
     python scripts/record_report.py --list
     python scripts/record_report.py reports/2026-12-01-h200-sweep [--only NAME ...] [--tiny]
+    python scripts/record_report.py reports/2026-12-01-h200-sweep --plot
 
 Each case runs in a process of its own, with dummy weights, so that no checkpoint is needed. The folder gets
 `raw/environment-<date>.json`, `raw/NAME.json` and `raw/NAME.log`; a case that fails leaves what it had measured.
-`--tiny` runs the same cases on models of a few megabytes, on a CPU too. Exit code 0: all cases ran; 1: one failed.
+`--tiny` runs the same cases on models of a few megabytes, on a CPU too. `--plot` measures nothing: it draws what the
+folder has, as PNG beside its README. Exit code 0: all cases ran; 1: one failed.
 """
 
 from __future__ import annotations
@@ -267,6 +269,56 @@ def _huge_bytes(address: int) -> int:
     return found
 
 
+# ---------------------------------------------------------------------------------------------------------- the plots
+
+
+def plot(folder: Path) -> list[Path]:
+    """PNG plots of the JSON files that the folder has, beside its README."""
+    from matplotlib.figure import Figure
+
+    from lora_mem import plots
+    from lora_mem.results import Bench
+
+    written = []
+    for name, panels in {"rank_sweep": 2, "gpt_oss_20b": 1, "kimi_k2": 1, "reserving": 1}.items():
+        source = folder / "raw" / f"{name}.json"
+        if not source.exists():
+            continue
+        found = json.loads(source.read_text())
+        figure = Figure(figsize=(6.5 * panels, 5), layout="constrained")
+        if name == "reserving":
+            _plot_reserving(found, figure.add_subplot())
+        elif panels == 2:
+            benches = [Bench.from_dict(one) for one in found["benches"]]
+            plots.plot_seconds_by_rank(benches, figure.add_subplot(1, 2, 1))
+            plots.plot_bytes_by_rank(benches, figure.add_subplot(1, 2, 2))
+        else:
+            plots.plot_sync(Bench.from_dict(found["benches"][0]), figure.add_subplot())
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=110)
+        written.append(path)
+    return written
+
+
+def _plot_reserving(found: dict[str, Any], ax: Any) -> None:
+    """Stacked bars: seconds to touch every page, and to register, by setting, its first and its second time."""
+    labels = []
+    for place, run in enumerate(found["runs"]):
+        seconds = run["seconds"]
+        register = seconds.get("register", 0.0)
+        both = seconds["touch"] + register
+        ax.barh(place, seconds["touch"], color="#4477aa", label="" if place else "touch every page")
+        ax.barh(place, register, left=seconds["touch"], color="#ee6677", label="" if place else "cudaHostRegister")
+        ax.text(both, place, f" {both:.2f}", va="center", fontsize="x-small")
+        pages = "huge pages" if run["huge_bytes"] else "4 KiB pages"
+        labels.append(f"{run['mapping']}, {pages}, {run['touch']}, {run['threads']} threads, time {run['nth']}")
+    ax.set_yticks(range(len(labels)), labels, fontsize="x-small")
+    ax.invert_yaxis()
+    ax.set_xlabel(f"seconds for {found['nbytes'] / 2**30:.4f} GiB")
+    ax.margins(x=0.12)
+    ax.legend()
+
+
 # -------------------------------------------------------------------------------------------------------- the recorder
 
 CASES: dict[str, Callable[[Save, bool], None]] = {
@@ -362,6 +414,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--only", nargs="*", help="names of cases; all of them by default")
     parser.add_argument("--tiny", action="store_true", help="models of a few megabytes")
+    parser.add_argument("--plot", action="store_true", help="draw what the folder has")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.list:
@@ -374,19 +427,25 @@ def main() -> int:
             if unknown
             else "a folder is needed"
         )
+    if arguments.plot:
+        print("\n".join(path.name for path in plot(arguments.folder)))
+        return 0
     raw = arguments.folder.resolve() / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     if arguments.child:
         child(arguments.child, raw, arguments.tiny)
         return 0
+    from lora_mem.progress import progress
+
     done = environment() | {"cases": []}
-    for name in arguments.only or CASES:
+    for name in progress(list(arguments.only or CASES), what="cases"):
         done["cases"].append(record(name, raw, arguments.tiny))
         # One file for each call, so that cases can be recorded in several.
         stamp = done["date"].replace(":", "").replace("-", "")[:15]
         (raw / f"environment-{stamp}.json").write_text(json.dumps(done, indent=1) + "\n")
-        print(f"{name:<12} {'ok' if done['cases'][-1]['ok'] else 'FAILED':<7} {done['cases'][-1]['seconds']:>6} s")
-        if not done["cases"][-1]["ok"]:
+        case = done["cases"][-1]
+        print(f"{name:<12} {'ok' if case['ok'] else 'FAILED':<7} {case['seconds']:>6} s", flush=True)
+        if not case["ok"]:
             print((raw / f"{name}.log").read_text()[-2000:], flush=True)
     return 0 if all(case["ok"] for case in done["cases"]) else 1
 

