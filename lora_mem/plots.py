@@ -97,12 +97,13 @@ def plot_bars(values: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | N
         ax: where to draw.
     """
     ax = _axes(ax)
-    groups = list(dict.fromkeys(group for series in values.values() for group in series))
+    longest_first = sorted(values.values(), key=len, reverse=True)
+    groups = list(dict.fromkeys(group for series in longest_first for group in series))
     width = 0.8 / len(values)
     for number, (label, series) in enumerate(values.items()):
         places = [groups.index(group) + (number - (len(values) - 1) / 2) * width for group in series]
         bars = ax.bar(places, list(series.values()), width * 0.9, label=label, color=PHASE_COLOURS[number])
-        ax.bar_label(bars, fmt="%.4g", fontsize="x-small")
+        ax.bar_label(bars, fmt="%.3g", fontsize="x-small")
     ax.margins(y=0.1)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(unit)
@@ -196,7 +197,7 @@ def plot_parts(phases: Mapping[str, Iterable[Phase]], ax: Axes | None = None) ->
     ax.margins(x=0.15)
     ax.invert_yaxis()
     ax.set_xlabel("milliseconds")
-    ax.legend(fontsize="small")
+    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(names))
     return ax
 
 
@@ -236,6 +237,7 @@ def plot_lives(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Ax
         ax.bar(0, 0, color=COLOURS[holder], alpha=0.45, label=f"{holder}, on the host")
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set_xticks(range(len(phases)), phases)
+    ax.use_sticky_edges = False  # else the axis ends where the bars begin, and the names lie outside
     ax.margins(y=0.2)
     ax.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     ax.set_ylabel(f"{unit}: on the host below, on the GPU above")
@@ -250,7 +252,7 @@ def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None
     """
     values = {
         life["strategy"]: {p["name"]: p["milliseconds"] for p in life["phases"] if p["name"] != "rest"}
-        for life in sorted(lives, key=lambda life: -len(life["phases"]))
+        for life in lives
     }
     ax = plot_bars(values, "milliseconds", ax)
     ax.set_yscale("log")

@@ -477,6 +477,11 @@ def modules_named(*suffixes: str) -> Callable[[str], bool]:
     return wanted
 
 
+def everything(module: str) -> bool:
+    """For `wanted`: all modules."""
+    return True
+
+
 def is_expert(module: str) -> bool:
     """Whether a module belongs to the routed experts of a layer."""
     return ".experts." in module or module.endswith(".experts")
