@@ -307,6 +307,14 @@ def pinned_by_torch() -> int | None:
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
+def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that show the same memory in the same way. Valid while the tensor is alive."""
+    storage = tensor.untyped_storage()
+    # A meta tensor has no address; its storage object tells it apart.
+    address = tensor.data_ptr() if tensor.device.type != "meta" else (storage._cdata, tensor.storage_offset())
+    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 def resident() -> int:
     """Bytes of host memory that this process has resident."""
     with open("/proc/self/statm", "rb") as file:

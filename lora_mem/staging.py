@@ -32,7 +32,7 @@ from lora_mem.checking import (
     compact,
 )
 from lora_mem.footprints import MOST_UNDER_WAY
-from lora_mem.host_memory import HostBlock, aligned, copied
+from lora_mem.host_memory import HostBlock, aligned, copied, view_key
 
 _versions = itertools.count(1)
 
