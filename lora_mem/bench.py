@@ -208,8 +208,9 @@ class Transport:
             chunk[f"base_model.model.{module}.lora_A.weight"] = a
             chunk[f"base_model.model.{module}.lora_B.weight"] = b
         self.tensors = sum(len(chunk) for chunk in self.shapes.values())
+        # "experts", and no more: `down_proj` would announce dense layers and shared experts too.
         names = {name.split(".")[-3] for chunk in self.shapes.values() for name in chunk}
-        self.targets = sorted(names)
+        self.targets = ["experts"] if experts else sorted(names)
         self.adapter_config = {"r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": self.targets}
 
     def chunks(self, version: int) -> Iterator[dict[str, torch.Tensor]]:

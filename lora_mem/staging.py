@@ -7,6 +7,7 @@ Nothing here knows vLLM: `vllm_hook` makes vLLM's objects from the finished part
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import operator
@@ -14,7 +15,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,7 +99,7 @@ class Group:
     shape: torch.Size
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
 
-    @property
+    @functools.cached_property
     def complete(self) -> bool:
         """Whether these are all of the part."""
         return len(self.members) == self.part.members
@@ -232,9 +233,9 @@ class Layout:
         Raises:
             AdapterError: see `check_adapter`.
         """
-        complete = frozenset(received)
-        if complete == self.checked:
+        if self.checked == received:
             return
+        complete = frozenset(received)
         shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name]) is not None}
         names = {name: self.read[name] for name in shapes}
         check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
@@ -390,6 +391,7 @@ class Receiver:
         parts: what has its place so far.
         received: names that have been taken.
         from_device: whether any of it came from a GPU.
+        fused: whether one tensor held the factors of all experts of a layer.
     """
 
     def __init__(self, layout: Layout, block: HostBlock, announced: int = 0) -> None:
@@ -400,9 +402,10 @@ class Receiver:
         self.parts: dict[Part, torch.Tensor] = {}
         self.received: set[str] = set()
         self.from_device = False
+        self.fused = False
         self._copies = _DeviceCopies()
 
-    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors; when this returns, their memory may be used again (on a GPU: by work of the current stream).
 
         The experts of a projection that all come in one call are stacked and cross the link together; what comes apart
@@ -412,31 +415,31 @@ class Receiver:
             AdapterError: an unknown name, a second tensor of a name, a wrong shape, a dtype that cannot be cast,
                 or more than was announced.
         """
-        pairs = list(tensors)
-        names = tuple(name for name, _ in pairs)
-        values = [value for _, value in pairs]
+        names, values = tuple(tensors), list(tensors.values())
         plan = self.layout.plan(names)
         if not self.received.isdisjoint(plan.taken):
             twice = next(name for name in names if name in self.received)
             raise AdapterError(f"{twice} came twice")
-        if not {type(value) for value in values} <= _PLAIN:
+        # One set for each property: 36,864 tensors leave no time for a look at each of them from Python.
+        if not _PLAIN.issuperset(map(type, values)):
             _refuse(plan, names, values)
-        for position, source in plan.whole:
-            value = values[position]
-            if value.shape != source.shape or not _all_of(_DTYPE, (value,), CASTABLE) or not _readable((value,)):
-                _refuse(plan, names, values)
+        dtypes, devices = set(map(_DTYPE, values)), set(map(_DEVICE, values))
+        fit = (
+            set(map(_LAYOUT, values)) <= {torch.strided}
+            and all(dtype in CASTABLE for dtype in dtypes)
+            and all(device.type in HAVE_DATA for device in devices)
+            and all(values[position].shape == source.shape for position, source in plan.whole)
+        )
         chosen = [(group, group.pick(values)) for group in plan.groups]
-        for group, members in chosen:
-            # A set of one element for each property: 36,864 tensors leave no time for a look at each from Python.
-            if set(map(_SHAPE, members)) != {group.shape} or not (
-                _all_of(_DTYPE, members, CASTABLE) and _readable(members)
-            ):
-                _refuse(plan, names, values)
+        if not fit or any(set(map(_SHAPE, members)) != {group.shape} for group, members in chosen):
+            _refuse(plan, names, values)
         self.received |= plan.taken
+        self.from_device |= any(device.type != "cpu" for device in devices)
         for position, source in plan.whole:
             self._take_whole(values[position].detach(), source)
+        alike = len(dtypes) == len(devices) == 1
         for group, members in chosen:
-            self._take_members(group, members)
+            self._take_members(group, members, alike)
 
     @property
     def waited(self) -> float:
@@ -461,7 +464,7 @@ class Receiver:
 
     def _take_whole(self, tensor: torch.Tensor, source: Source) -> None:
         """A tensor that is all of a part, or all experts of one or two projections at once."""
-        self.from_device |= tensor.is_cuda
+        self.fused |= source.fused
         for part, rows in zip(source.parts, source.rows, strict=False):
             value = tensor
             if source.fused:
@@ -475,21 +478,16 @@ class Receiver:
                 value = tensor[source.local]
             self._put(part, value, source.scale)
 
-    def _take_members(self, group: Group, members: tuple[torch.Tensor, ...]) -> None:
-        """Experts of one projection: all of them at once, or some."""
+    def _take_members(self, group: Group, members: tuple[torch.Tensor, ...], alike: bool) -> None:
+        """Experts of one projection, all of them at once or some; `alike` where they have one dtype and device."""
         part = group.part
         scale = self.layout.scales[part]
-        first = members[0]
-        on_device = any(map(_IS_CUDA, members))
-        self.from_device |= on_device
         if group.complete and scale is not None and part not in self.parts:
             if self.layout.is_shared(group, members):
-                self._put(part, first.detach().unsqueeze(0), scale)
+                self._put(part, members[0].detach().unsqueeze(0), scale)
                 return
-            alike = not on_device or len(set(map(_DEVICE, members))) == 1
-            if alike and len(set(map(_DTYPE, members))) == 1:
-                with torch.no_grad():
-                    self._put(part, torch.stack(members) if first.is_cuda else list(members), scale, ours=True)
+            if alike or len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
+                self._put(part, members, scale, ours=True)
                 return
         place = self._place(part, part.shape)
         dtype = self.layout.served.dtype
@@ -504,15 +502,29 @@ class Receiver:
                 copied.to_host += value.nbytes
                 self._copies.also_wait_for(value.device)
 
-    def _put(self, part: Part, value: torch.Tensor | list[torch.Tensor], scale: float, *, ours: bool = False) -> None:
-        """Copy a value to a part's place: cast, then scaled, as vLLM does it, so that the bits are the same."""
-        if isinstance(value, list):
-            place = self._place(part, part.shape)
-            for member, tensor in enumerate(value):
-                place[member].copy_(tensor)
-            value = place
-        else:
-            place = self._place(part, tuple(value.shape))
+    def _put(
+        self, part: Part, value: torch.Tensor | tuple[torch.Tensor, ...], scale: float, *, ours: bool = False
+    ) -> None:
+        """Copy a value, or a stack of values, to a part's place: cast, then scaled, as vLLM does it, for the same bits.
+
+        Args:
+            part: which.
+            value: as received; several are stacked.
+            scale: folded in.
+            ours: the stack is new memory, which may be written to.
+        """
+        place = self._place(part, part.shape if isinstance(value, tuple) else tuple(value.shape))
+        if isinstance(value, tuple):
+            with torch.no_grad():
+                if value[0].is_cuda:
+                    value = torch.stack(value)
+                elif value[0].dtype == place.dtype:
+                    torch.stack(value, out=place)
+                    value = place
+                else:
+                    for member, tensor in enumerate(value):
+                        place[member].copy_(tensor)
+                    value = place
         if value.is_cuda:
             own = value
             if not ours or value.dtype != place.dtype:
@@ -597,18 +609,7 @@ class _DeviceCopies:
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_SHAPE, _DTYPE, _DEVICE, _LAYOUT, _IS_CUDA = map(operator.attrgetter, ("shape", "dtype", "device", "layout", "is_cuda"))
-
-
-def _all_of(read: Callable[[Any], Any], tensors: Sequence[torch.Tensor], allowed: Container[Any]) -> bool:
-    return all(value in allowed for value in set(map(read, tensors)))
-
-
-def _readable(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they are dense, and where their values can be read."""
-    return set(map(_LAYOUT, tensors)) == {torch.strided} and {
-        device.type for device in set(map(_DEVICE, tensors))
-    } <= set(HAVE_DATA)
+_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
 
 
 def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn:

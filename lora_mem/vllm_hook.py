@@ -331,7 +331,10 @@ def stage_adapter(
         on_host = [key for key, tensor in own.items() if tensor.device.type == "cpu"]
         own.update(zip(on_host, copies.of([own[key] for key in on_host], pin=True), strict=True))
         copies.close()
-    return _enter(StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, own)
+    fused = any(".experts.base_layer." in key for key in own)
+    return _enter(
+        StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, fused=fused
+    )
 
 
 def open_stage(
@@ -471,7 +474,7 @@ class Stage:
         if not isinstance(tensors, Mapping):
             raise AdapterError(f"tensors is a {type(tensors).__name__}; it must be a dict of PEFT names to tensors")
         try:
-            receiver.add_all(tensors.items())
+            receiver.add_all(tensors)
         except BaseException as error:
             self._failed = str(error) or type(error).__name__
             raise
@@ -516,7 +519,7 @@ class Stage:
         adapter.models.add(adapter)
         self._receiver = None
         del _open[adapter.lora_int_id], self._adapter, self._block
-        return _enter(adapter, self._load_inplace, receiver.received)
+        return _enter(adapter, self._load_inplace, fused=receiver.fused)
 
     def abort(self) -> None:
         """Drop what was received; what was staged under this id before stays. Does nothing after `commit`."""
@@ -984,8 +987,8 @@ def _check_active() -> None:
         )
 
 
-def _enter(stage: StagedAdapter, load_inplace: bool, names: Iterable[str]) -> LoRARequest:
-    """Make a complete adapter the staged one of its id; `names` are those of its tensors."""
+def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequest:
+    """Make a complete adapter the staged one of its id; `fused` where one tensor holds the factors of all experts."""
     from vllm.lora.request import LoRARequest
 
     before = _staged.get(stage.lora_int_id)
@@ -999,7 +1002,7 @@ def _enter(stage: StagedAdapter, load_inplace: bool, names: Iterable[str]) -> Lo
         lora_int_id=stage.lora_int_id,
         lora_path=f"{SCHEME}{stage.lora_int_id}/{stage.version}",
         load_inplace=load_inplace,
-        is_3d_lora_weight=any(".experts.base_layer." in name for name in names),
+        is_3d_lora_weight=fused,
     )
 
 

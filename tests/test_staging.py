@@ -182,7 +182,7 @@ def receive(manager, tensors, config, chunks):
     layout = layout_for(manager, config)
     receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
     for chunk in chunks:
-        receiver.add_all((name, tensors[name]) for name in chunk)
+        receiver.add_all({name: tensors[name] for name in chunk})
     receiver.finish()
     return receiver
 
@@ -332,7 +332,7 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
 
         def sync():
             for chunk in chunks:
-                receiver.add_all(chunk.items())
+                receiver.add_all(chunk)
             receiver.finish()
 
         with pytest.raises(AdapterError, match=message):
@@ -371,7 +371,7 @@ def test_names_are_read_once():
     layout = Layout(vllm_hook.served_model(manager), names, helper.get_rank_and_scaling)
     for sync in range(3):
         receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
-        receiver.add_all(tensors.items())
+        receiver.add_all(tensors)
         receiver.finish()
         if sync == 0:
             first = len(read)

@@ -49,7 +49,7 @@ def borrow(way, inbox, outbox):
         manager, _ = worker("gated")
         where = layout_for(manager, CONFIG)
         receiver = Receiver(where, HostBlock(where.nbytes(tensors)))
-        receiver.add_all(tensors.items())
+        receiver.add_all(tensors)
         receiver.finish()
         held = {str(number): tensor for number, tensor in enumerate(receiver.parts.values())}
     del tensors
@@ -96,7 +96,7 @@ def test_the_owner_of_borrowed_tensors_gets_their_memory_back(way):
         return
     where = layout_for(manager, CONFIG)
     receiver = Receiver(where, HostBlock(where.nbytes(tensors), pin=False))
-    receiver.add_all(tensors.items())
+    receiver.add_all(tensors)
     receiver.finish()
     assert all(torch.equal(copy, part) for copy, part in zip(held, receiver.parts.values(), strict=True))
     slots = staged_slots(manager, layer, receiver, CONFIG, False)
