@@ -194,7 +194,7 @@ def plot_parts(phases: Mapping[str, Iterable[Phase]], ax: Axes | None = None) ->
     for row, parts in enumerate(rows.values()):
         total = sum(phase.seconds for phase in parts) * 1e3
         ax.annotate(f" {total:.1f} ms", (total, row), va="center", fontsize="small")
-    ax.margins(x=0.15)
+    ax.set_xlim(0, max(sum(phase.seconds for phase in parts) for parts in rows.values()) * 1.15e3)
     ax.invert_yaxis()
     ax.set_xlabel("milliseconds")
     ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(names))
