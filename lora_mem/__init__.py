@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ModelShape": "shapes",
     "footprint": "footprints",
+    "measure": "measuring",
     "install": "vllm_hook",
     "uninstall": "vllm_hook",
     "status": "vllm_hook",

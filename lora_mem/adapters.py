@@ -96,8 +96,7 @@ class Adapter:
         base = footprint(shape, rank=self.rank, dtype=dtype, scaling=self.scaling, **given)
         assert base.options is not None
         wanted = replace(base.options, target_modules=("the adapter's own",))
-        sizes = sum_parts(found.parts, wanted)
-        sizes = (sizes[0], self.staged_bytes - found.ignored_bytes, *sizes[2:])
+        sizes = sum_parts(found.parts, wanted)._replace(staged=self.staged_bytes - found.ignored_bytes)
         return combine(shape, wanted, base.slot_bytes, sizes, base.strategy, base.workers_per_node)
 
 

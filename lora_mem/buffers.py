@@ -20,10 +20,13 @@ from lora_mem.shapes import ModelShape
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_VOCAB_SIZE = 258048  # LogitsProcessorWithLoRA refuses more
 # Multiples that a MoE backend rounds the hidden size and a worker's intermediate size up to (`maybe_roundup_sizes`);
-# the backends are those that take LoRA, `triton` is the one for unquantized experts.
+# the backends are those that take LoRA. Whatever is not listed keeps the sizes: `triton` and `marlin` stand for it.
 MOE_BACKENDS = {
     "triton": (1, 1),
+    "marlin": (1, 1),
     "flashinfer_trtllm": (1, 128),
+    "fp8_per_block": (128, 128),
+    "mxfp4_emulation": (32, 32),
     "mxfp4_marlin": (256, 128),
     "mxfp4_triton": (1, 64),
     "mxfp4_trtllm": (256, 128),

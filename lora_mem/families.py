@@ -604,9 +604,9 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
     if not kinds:
         raise config.error("layer_types", f"is missing; {layers} entries are needed, one for each layer")
     shared = config.number("num_kv_shared_layers", default=0, minimum=0)
-    per_layer = config.number("hidden_size_per_layer_input", default=0, minimum=0)
+    per_layer = config.number("hidden_size_per_layer_input", default=256, minimum=0)
     tail: list[Module] = []
-    if config.flag("enable_moe_block", default="num_experts" in config):
+    if "num_experts" in config:  # vLLM asks for nothing else
         count = _count(config)
         size = config.first_number("moe_intermediate_size", "expert_intermediate_size")
         tail += [_replicated("router.proj", hidden, count), _experts("experts", count, hidden, size)]
@@ -617,11 +617,11 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
         ]
     parts: list[Modules] = []
     for index, kind in enumerate(kinds):
-        full = kind == "full_attention"
+        full = kind == "full_attention" or index == layers - 1  # transformers makes the last layer a full one
         head_dim = config.number("head_dim", default=256)
         kv_heads = config.number("num_key_value_heads")
         if full:
-            head_dim = config.number("global_head_dim", default=head_dim)
+            head_dim = config.number("global_head_dim", default=512)
             if config.flag("attention_k_eq_v", default=False):
                 kv_heads = config.number("num_global_key_value_heads", default=kv_heads)
         without_kv = bool(shared) and index >= layers - shared

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lora_mem.buffers import (
     ITEMSIZE,
@@ -39,6 +39,11 @@ GIB = 1024**3
 Strategy = Literal["keep", "offload", "stage"]
 STRATEGIES: tuple[Strategy, ...] = ("keep", "offload", "stage")
 HOLDERS = ("packed", "staged", "slots")
+
+BLOCK_ALIGNMENT = 256
+"""Bytes. Each tensor in a block of `stage` starts at a multiple of it."""
+MOST_UNDER_WAY = 64 * 1024**2
+"""Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host."""
 
 
 def gib(size: int) -> str:
@@ -66,7 +71,8 @@ class Line:
 class Footprint:
     """What one adapter costs one worker, in bytes; see `footprint` for the meaning of each field.
 
-    A prediction carries the model's shape and the options, and so can say why; a measurement has neither.
+    A prediction carries the model's shape and the options, a measurement (`measure`) what was found of each figure and
+    of each kind of module; so both can say why.
     """
 
     packed_bytes: int
@@ -83,13 +89,20 @@ class Footprint:
     strategy: Strategy
     shape: ModelShape | None = field(default=None, repr=False)
     options: Options | None = field(default=None, repr=False)
-    largest_bytes: int = field(default=0, repr=False)
+    under_way_bytes: int = field(default=0, repr=False)
     workers_per_node: int = field(default=1, repr=False)
+    found: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict, repr=False)
+    found_rows: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     @property
     def registered_bytes(self) -> int:
         """What one adapter takes once it is registered and staged; memory that both share counted once."""
         return self.packed_bytes + self.staged_bytes - self.shared_bytes
+
+    @property
+    def registered_adapters(self) -> int:
+        """How many of them the worker holds: `max_cpu_loras`; 1 for a measurement, which has no options."""
+        return self.options.max_cpu_loras if self.options else 1
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -103,8 +116,8 @@ class Footprint:
         trainer has the GPU. With `sleep_mode` vLLM sleeps during training: slots are in its pool and leave the GPU,
         registered and staged adapters are outside of it and stay.
         """
-        kept = self._registered() * self.registered_bytes if self.strategy == "keep" else 0
-        sync = {"keep": kept, "offload": self.registered_bytes, "stage": self.largest_bytes}[self.strategy]
+        kept = self.registered_adapters * self.registered_bytes if self.strategy == "keep" else 0
+        sync = {"keep": kept, "offload": self.registered_bytes, "stage": self.under_way_bytes}[self.strategy]
         awake = {"slots": self.slot_bytes, "adapters": kept}
         return {
             "rest": {"slots": self.slot_bytes, "adapters": 0},
@@ -112,9 +125,6 @@ class Footprint:
             "generation": awake,
             "training": {"slots": 0 if sleep_mode else self.slot_bytes, "adapters": kept},
         }
-
-    def _registered(self) -> int:
-        return self.options.max_cpu_loras if self.options else 1
 
     def why(self, name: str) -> str:
         """Why a figure is what it is: its formula, its inputs and, for a holder, each kind of module that adds to it.
@@ -136,9 +146,11 @@ class Footprint:
         if holder not in HOLDERS:
             raise SizingError("holder", holder, f"must be one of {', '.join(HOLDERS)}")
         if self.shape is None or self.options is None:
+            yield from (dict(row) for row in self.found_rows if row["holder"] == holder)
             return
-        itemsize = ITEMSIZE[self.options.dtype if holder == "staged" else self.options.lora_dtype]
-        for path, count, tensors in _holder_tensors(self.shape, self.options, holder):
+        received = holder == "staged" and self.strategy != "stage"
+        itemsize = ITEMSIZE[self.options.dtype if received else self.options.lora_dtype]
+        for path, count, tensors in _holder_tensors(self.shape, self.options, holder, self.strategy):
             size = sum(tensor.elements for tensor in tensors) * itemsize * count
             shapes = " + ".join(
                 (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape))
@@ -167,6 +179,7 @@ class Footprint:
                 {"name": line.name, "bytes": line.bytes, "formula": line.formula, "inputs": dict(line.inputs)}
                 for line in self.lines
             ],
+            "modules": [row for holder in HOLDERS for row in self.rows(holder)],
         }
 
     def to_frame(self) -> pd.DataFrame:
@@ -190,6 +203,14 @@ class Footprint:
     def _repr_html_(self) -> str:
         cells = [(line.name, f"{line.bytes:,}", gib(line.bytes), line.formula) for line in self.lines]
         return html_table(self._title(), ("figure", "bytes", "GiB", "formula"), cells)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Footprint:
+        """The figures of a `to_dict`, as another process sent it; neither shape nor options come with it."""
+        found = {line["name"]: (line["formula"], line["inputs"]) for line in plain["why"]}
+        figures = {name: plain[name] for name in FIGURES}
+        rows = tuple(plain.get("modules", ()))
+        return cls(**figures, model=plain["model"], strategy=plain["strategy"], found=found, found_rows=rows)
 
     def _title(self) -> str:
         rank = f", rank {self.options.rank}" if self.options else ""
@@ -239,9 +260,27 @@ class Comparison:
             for name, difference in self.difference.items()
         ]
 
+    def by_module(self) -> list[dict[str, Any]]:
+        """One row for each holder and kind of module that either side has."""
+        sizes: dict[tuple[str, str], list[int]] = {}
+        for side, result in enumerate((self.predicted, self.measured)):
+            for holder in HOLDERS:
+                for row in result.rows(holder):
+                    sizes.setdefault((holder, row["module"]), [0, 0])[side] += row["bytes"]
+        return [
+            {
+                "holder": holder,
+                "module": module,
+                "predicted": predicted,
+                "measured": measured,
+                "difference": measured - predicted,
+            }
+            for (holder, module), (predicted, measured) in sizes.items()
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"equal": self.equal, "figures": self.rows()}
+        return {"equal": self.equal, "figures": self.rows(), "modules": self.by_module()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each figure."""
@@ -256,7 +295,12 @@ class Comparison:
             f"{row['figure']:<20} {row['predicted']:>20,} {row['measured']:>20,} {row['difference']:>+20,}"
             for row in self.rows()
         ]
-        return "\n".join([head, *body])
+        modules = [
+            f"  {row['holder']} {row['module']}: {row['predicted']:,} {row['measured']:,} {row['difference']:+,}"
+            for row in self.by_module()
+            if row["difference"]
+        ]
+        return "\n".join([head, *body, *(["modules that differ:", *modules] if modules else [])])
 
     def _repr_html_(self) -> str:
         cells = [
@@ -346,23 +390,26 @@ def footprint(
 
         - `packed_bytes`: one registered adapter. Split by expert parallelism; not sliced by tensor parallelism, nor
           cut by pipeline parallelism (vLLM registers the whole adapter in each stage).
-        - `staged_bytes`: the tensors of one adapter as received: of the experts that are local to the worker, or of all
-          where one tensor holds all.
-        - `shared_bytes`: the part of the packed tensors that is the staged memory itself, because vLLM takes those
-          tensors as they are (A of dense modules; B too where `scaling` is 1; A of fused experts).
+        - `staged_bytes`: what is kept of one adapter to build it again after an eviction. keep, offload: its tensors as
+          received, of the experts that are local to the worker, or of all where one tensor holds all. stage: the
+          packed tensors.
+        - `shared_bytes`: the part of the packed tensors that is the staged memory itself. stage: all of it. keep,
+          offload: the tensors that vLLM takes as they are (A of dense modules; B too where `scaling` is 1; A of fused
+          experts).
         - `slot_bytes`: A and B buffers of every module that vLLM can serve, for `max_loras` adapters.
         - `slot_padding_bytes`: the part of it that `rank` leaves empty below `max_lora_rank`.
         - `gpu_resident_bytes`: what stays on the GPU through generation and training.
             keep: slots + max_cpu_loras * (packed + staged - shared). offload, stage: slots.
-        - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in.
+        - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in, the caller's own tensors
+          left out for stage, which copies them.
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
-            on the host). stage: slots + the largest packed module, assembled on the GPU on its way to the host.
+            on the host). stage: slots + what may be under way: 64 MiB and the largest packed tensor, or the whole
+            adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
         - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
-            keep: 0. offload: max_cpu_loras * (packed + staged - shared). stage: max_cpu_loras * packed.
-        - `host_pinned_bytes`: the same as torch's pinned cache takes it, each tensor rounded up to a power of two;
-          the arena of `stage` is of exact size.
-        - `node_host_bytes`: exact bytes on one host with `workers_per_node` workers: each has its own; with `stage` and
-          no expert parallelism they share one copy.
+            keep: 0. offload, stage: max_cpu_loras * (packed + staged - shared).
+        - `host_pinned_bytes`: the same as it is page-locked. offload: as torch's pinned cache takes it, each tensor
+          rounded up to a power of two. stage: lora_mem's own block, each tensor at a multiple of 256 bytes.
+        - `node_host_bytes`: exact bytes on one host with `workers_per_node` workers, each of which has its own.
 
     Raises:
         SizingError: an argument is not what vLLM allows, or does not fit the model.
@@ -416,76 +463,105 @@ def slot_bytes(shape: ModelShape, options: Options) -> int:
     return int(shape.memo[key]) * options.max_loras * ITEMSIZE[options.lora_dtype]
 
 
-def _adapter_bytes(shape: ModelShape, options: Options) -> tuple[int, int, int, int, int]:
-    """One adapter in one worker: packed, staged, shared, the largest packed module, and all pinned by torch."""
+class AdapterBytes(NamedTuple):
+    """Bytes of one adapter in one worker.
+
+    `pinned` is all of it in torch's pinned cache, `block` the packed tensors in a block of `stage`, `largest` the
+    largest packed tensor.
+    """
+
+    packed: int
+    staged: int
+    shared: int
+    pinned: int
+    block: int
+    largest: int
+
+
+def _adapter_bytes(shape: ModelShape, options: Options) -> AdapterBytes:
     key = ("adapter", *options.adapter_key)
     if key not in shape.memo:
         shape.memo[key] = sum_parts(adapter_parts(shape, options), options)
-    found: tuple[int, int, int, int, int] = shape.memo[key]
+    found: AdapterBytes = shape.memo[key]
     return found
 
 
-def sum_parts(parts: Iterable[Part], options: Options) -> tuple[int, int, int, int, int]:
-    """Bytes of an adapter made of `parts`: packed, staged, shared, the largest packed module, pinned by torch."""
+def sum_parts(parts: Iterable[Part], options: Options) -> AdapterBytes:
+    """Bytes of an adapter made of `parts`, as it is received and packed."""
     lora_size, staged_size = ITEMSIZE[options.lora_dtype], ITEMSIZE[options.dtype]
-    packed = staged = shared = largest = pinned = 0
+    packed = staged = shared = pinned = block = largest = 0
     for part in parts:
-        one = 0
         for tensor in packed_tensors(part, options):
             size = tensor.elements * lora_size
-            one += size
+            packed += size * part.count
+            block += aligned(size) * part.count
+            largest = max(largest, size)
             if tensor.shared:
                 shared += size * part.count
             else:
-                pinned += _power_of_two(size // tensor.copies) * tensor.copies * part.count
+                pinned += power_of_two(size // tensor.copies) * tensor.copies * part.count
         for tensor in staged_tensors(part, options):
             size = tensor.elements * staged_size
             staged += size * part.count
-            pinned += _power_of_two(size // tensor.copies) * tensor.copies * part.count
-        packed += one * part.count
-        largest = max(largest, one)
-    return packed, staged, shared, largest, pinned
+            pinned += power_of_two(size // tensor.copies) * tensor.copies * part.count
+    return AdapterBytes(packed, staged, shared, pinned, block, largest)
 
 
 def combine(
-    shape: ModelShape,
-    options: Options,
-    slots: int,
-    adapter: tuple[int, int, int, int, int],
-    strategy: Strategy,
-    workers: int,
+    shape: ModelShape, options: Options, slots: int, adapter: AdapterBytes, strategy: Strategy, workers: int
 ) -> Footprint:
-    """The figures from their parts: `slots` in bytes, and `adapter` as `sum_parts` gives it."""
-    packed, staged, shared, largest, pinned = adapter
-    both, registered = packed + staged - shared, options.max_cpu_loras
-    host = {"keep": 0, "offload": registered * both, "stage": registered * packed}[strategy]
-    one_copy = strategy == "stage" and not options.enable_expert_parallel
+    """The figures from their parts; `slots` in bytes."""
+    packed, registered = adapter.packed, options.max_cpu_loras
+    staged, shared = (packed, packed) if strategy == "stage" else (adapter.staged, adapter.shared)
+    both = packed + staged - shared
+    host = 0 if strategy == "keep" else registered * both
+    pinned = {"keep": 0, "offload": registered * adapter.pinned, "stage": registered * adapter.block}[strategy]
+    under_way = most_under_way(packed, adapter.largest)
+    if options.dtype != options.lora_dtype:
+        under_way += adapter.largest // ITEMSIZE[options.lora_dtype] * ITEMSIZE[options.dtype]
     return Footprint(
         packed_bytes=packed,
         staged_bytes=staged,
         shared_bytes=shared,
         slot_bytes=slots,
-        slot_padding_bytes=slots * (options.max_lora_rank - options.rank) // options.max_lora_rank,
+        slot_padding_bytes=padding(slots, options.rank, options.max_lora_rank),
         host_bytes=host,
-        host_pinned_bytes=registered * pinned if strategy == "offload" else host,
-        node_host_bytes=host if one_copy else workers * host,
+        host_pinned_bytes=pinned,
+        node_host_bytes=workers * host,
         gpu_resident_bytes=slots + (registered * both if strategy == "keep" else 0),
-        gpu_sync_peak_bytes=slots + {"keep": registered * both, "offload": both, "stage": largest}[strategy],
+        gpu_sync_peak_bytes=slots + {"keep": registered * both, "offload": both, "stage": under_way}[strategy],
         model=shape.name,
         strategy=strategy,
         shape=shape,
         options=options,
-        largest_bytes=largest,
+        under_way_bytes=under_way,
         workers_per_node=workers,
     )
 
 
-def _power_of_two(size: int) -> int:
+def most_under_way(packed: int, largest: int) -> int:
+    """Bytes that `stage` can have on the GPU at once of an adapter, given its largest packed tensor."""
+    return min(packed, MOST_UNDER_WAY + largest)
+
+
+def padding(slots: int, rank: int, max_lora_rank: int) -> int:
+    """The part of `slots` bytes that adapters of `rank` leave empty."""
+    return slots * (max_lora_rank - rank) // max_lora_rank
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to `BLOCK_ALIGNMENT`."""
+    return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def power_of_two(size: int) -> int:
     """The block that torch's pinned cache takes for `size` bytes."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _holder_tensors(shape: ModelShape, options: Options, holder: str) -> Iterator[tuple[str, int, list[Tensor]]]:
+def _holder_tensors(
+    shape: ModelShape, options: Options, holder: str, strategy: Strategy
+) -> Iterator[tuple[str, int, list[Tensor]]]:
     """Path, count and tensors of each kind of module of one holder."""
     if holder == "slots":
         for group, module, count in slot_groups(shape, options):
@@ -493,7 +569,7 @@ def _holder_tensors(shape: ModelShape, options: Options, holder: str) -> Iterato
             if tensors:
                 yield group.path(None, module), count, tensors
         return
-    listing = packed_tensors if holder == "packed" else staged_tensors
+    listing = packed_tensors if holder == "packed" or strategy == "stage" else staged_tensors
     for part in adapter_parts(shape, options):
         yield part.path, part.count, listing(part, options)
 
@@ -508,12 +584,12 @@ def _plain_options(options: Options | None) -> dict[str, Any]:
 
 _MEANING = {
     "packed_bytes": "One registered adapter (LoRAModel) in one worker; not sliced by tensor parallelism.",
-    "staged_bytes": "One adapter's tensors as received.",
+    "staged_bytes": "What is kept of one adapter to build it again: as received, or packed (stage).",
     "shared_bytes": "The part of the packed tensors that is the staged memory itself.",
     "slot_bytes": "The A and B buffers that vLLM allocates at start-up, whatever the adapter targets.",
     "slot_padding_bytes": "The part of the slots that the adapter's rank leaves empty.",
     "host_bytes": "Pinned host memory with max_cpu_loras adapters registered, of exact size.",
-    "host_pinned_bytes": "The same as torch's pinned cache takes it: each tensor rounded up to a power of two.",
+    "host_pinned_bytes": "The same as it is page-locked: in torch's pinned cache (offload), in one block (stage).",
     "node_host_bytes": "Exact bytes of all workers of one host.",
     "gpu_resident_bytes": "What stays on the GPU through generation and training.",
     "gpu_sync_peak_bytes": "The most on the GPU while an adapter is brought in.",
@@ -524,7 +600,8 @@ def _lines(result: Footprint) -> Iterator[Line]:
     options = result.options
     if options is None:
         for name in FIGURES:
-            yield Line(name, getattr(result, name), "measured", {}, _MEANING[name])
+            formula, inputs = result.found.get(name, ("measured", {}))
+            yield Line(name, getattr(result, name), formula, inputs, _MEANING[name])
         return
     adapter: dict[str, Any] = {"rank": options.rank, "target_modules": options.target_modules}
     if options.rank_pattern:
@@ -537,10 +614,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
             "sum over targeted modules of (rank * inputs + outputs * rank) * itemsize, experts local to the worker",
             {**adapter, "dtype": options.lora_dtype},
         ),
-        "staged_bytes": (
-            "sum over received tensors of elements * itemsize",
-            {**adapter, "dtype": options.dtype},
-        ),
+        "staged_bytes": ("sum over received tensors of elements * itemsize", {**adapter, "dtype": options.dtype}),
         "shared_bytes": (
             "sum over packed tensors that vLLM takes as they were staged",
             {"scaling": options.scaling, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
@@ -551,16 +625,18 @@ def _lines(result: Footprint) -> Iterator[Line]:
         ),
         "slot_padding_bytes": ("slots * (max_lora_rank - rank) // max_lora_rank", {}),
         "host_pinned_bytes": _pinned_formula(result),
-        "node_host_bytes": _node_formula(result),
+        "node_host_bytes": ("workers_per_node * host", {}),
     }
+    if result.strategy == "stage":
+        formulas |= {"staged_bytes": ("packed", {}), "shared_bytes": ("packed", {})}
     both, registered = "(packed + staged - shared)", "max_cpu_loras * (packed + staged - shared)"
     by_strategy = {
-        "host_bytes": {"keep": "0", "offload": registered, "stage": "max_cpu_loras * packed"},
+        "host_bytes": {"keep": "0", "offload": registered, "stage": registered},
         "gpu_resident_bytes": {"keep": f"slots + {registered}", "offload": "slots", "stage": "slots"},
         "gpu_sync_peak_bytes": {
             "keep": f"slots + {registered}",
             "offload": f"slots + {both}",
-            "stage": "slots + largest_packed_module",
+            "stage": "slots + under_way",
         },
     }
     values = {
@@ -568,7 +644,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "packed": result.packed_bytes,
         "staged": result.staged_bytes,
         "shared": result.shared_bytes,
-        "largest_packed_module": result.largest_bytes,
+        "under_way": result.under_way_bytes,
         "max_cpu_loras": options.max_cpu_loras,
         "max_lora_rank": options.max_lora_rank,
         "rank": options.rank,
@@ -582,14 +658,11 @@ def _lines(result: Footprint) -> Iterator[Line]:
 
 
 def _pinned_formula(result: Footprint) -> tuple[str, dict[str, Any]]:
-    if result.strategy != "offload":
-        return "host", {}
     options = result.options
     inputs = {"max_cpu_loras": options.max_cpu_loras} if options else {}
+    if result.strategy == "keep":
+        return "0", {}
+    if result.strategy == "stage":
+        rule = f"bytes rounded up to a multiple of {BLOCK_ALIGNMENT}"
+        return f"max_cpu_loras * sum over packed tensors of their {rule}", inputs
     return "max_cpu_loras * sum over tensors of the next power of two of their bytes", inputs
-
-
-def _node_formula(result: Footprint) -> tuple[str, dict[str, Any]]:
-    options = result.options
-    one_copy = result.strategy == "stage" and options is not None and not options.enable_expert_parallel
-    return ("host", {}) if one_copy else ("workers_per_node * host", {})

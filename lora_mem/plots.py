@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from lora_mem.profiling import Memory, Phase, Profile
+    from lora_mem.results import Bench, Sync
 
 PHASE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 PARTS = ("activate", "pack", "build", "offload", "stage", "load", "rebuild")  # one colour each in all figures
 
+STRATEGY_COLOURS = {"keep": "#ee6677", "offload": "#ccbb44", "stage": "#4477aa"}
 COLOURS = {"slots": "#4477aa", "packed": "#ee6677", "registered": "#ee6677", "staged": "#ccbb44", "adapters": "#ee6677"}
 
 
@@ -30,17 +32,34 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def plot_holders(footprints: Mapping[str, Footprint] | Sequence[Footprint], ax: Axes | None = None) -> Axes:
-    """Stacked bars, one for each footprint: slots, packed and staged on the GPU at the peak of a sync, in GiB."""
+    """Stacked bars, one for each footprint: slots, packed and staged once a sync is over, in GiB; hatched on the host.
+
+    Memory that packed and staged share is drawn once, as packed.
+    """
+    from matplotlib.patches import Patch
+
     ax = _axes(ax)
     named = footprints if isinstance(footprints, Mapping) else {f"{f.model} {f.strategy}": f for f in footprints}
-    bottom = [0.0] * len(named)
-    for holder in ("slots", "packed", "staged"):
-        field = "slot_bytes" if holder == "slots" else f"{holder}_bytes"
-        heights = [getattr(result, field) / GIB for result in named.values()]
-        ax.bar(list(named), heights, bottom=bottom, label=holder, color=COLOURS[holder])
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for place, result in enumerate(named.values()):
+        bottom = 0.0
+        adapters = result.registered_adapters
+        sizes = {
+            "slots": result.slot_bytes,
+            "packed": adapters * result.packed_bytes,
+            "staged": adapters * (result.staged_bytes - result.shared_bytes),
+        }
+        for holder, size in sizes.items():
+            hatch = "" if holder == "slots" or result.strategy == "keep" else "///"
+            ax.bar(place, size / GIB, bottom=bottom, color=COLOURS[holder], hatch=hatch, edgecolor="white")
+            bottom += size / GIB
+    ax.set_xticks(range(len(named)), list(named))
+    if max(map(len, named), default=0) > 16:
+        ax.tick_params("x", rotation=25)
+        for label in ax.get_xticklabels():
+            label.set_horizontalalignment("right")
     ax.set_ylabel("GiB per worker")
-    ax.legend()
+    handles = [Patch(color=COLOURS[holder], label=holder) for holder in ("slots", "packed", "staged")]
+    ax.legend(handles=[*handles, Patch(facecolor="#bbbbbb", hatch="///", edgecolor="white", label="on the host")])
     return ax
 
 
@@ -76,16 +95,97 @@ def plot_rank_by_tp(
     grid = frame.pivot(index="rank", columns="tensor_parallel_size", values=figure) / GIB
     grid = grid.reindex(index=list(ranks), columns=list(tensor_parallel_sizes))
     values = grid.to_numpy(dtype=float)
-    ax.imshow(values, aspect="auto", cmap="viridis")
+    image = ax.imshow(values, aspect="auto", cmap="viridis")
     ax.set_xticks(range(len(grid.columns)), [str(value) for value in grid.columns])
     ax.set_yticks(range(len(grid.index)), [str(value) for value in grid.index])
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
-            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color="white")
+            colour = "black" if image.norm(value) > 0.6 else "white"
+            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
     ax.set_xlabel("tensor_parallel_size")
     ax.set_ylabel("rank")
     ax.set_title(f"{figure}, GiB per worker")
     return ax
+
+
+def plot_seconds_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes:
+    """Seconds over rank, a line for each strategy: the last sync, transport included, and the rebuild (dashed)."""
+    ax = _axes(ax)
+    for strategy, syncs in _last_syncs(benches).items():
+        ranks = [rank for rank, _ in syncs]
+        colour = STRATEGY_COLOURS[strategy]
+        ax.plot(ranks, [sync.seconds for _, sync in syncs], "o-", color=colour, label=f"{strategy}: sync")
+        ax.plot(ranks, [sync.rebuilding for _, sync in syncs], "o--", color=colour, label=f"{strategy}: rebuild")
+    _rank_axis(ax, benches)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_ylabel("seconds")
+    ax.legend()
+    return ax
+
+
+def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes:
+    """What a sync leaves over rank, in GiB, a line for each strategy: on the GPU, and page-locked on the host (dashed).
+
+    Crosses are the calculator's: one packed adapter, and packed with staged.
+    """
+    ax = _axes(ax)
+    for strategy, syncs in _last_syncs(benches).items():
+        ranks = [rank for rank, _ in syncs]
+        colour = STRATEGY_COLOURS[strategy]
+        pinned = [(sync.pinned + sync.pinned_by_torch) / GIB for _, sync in syncs]
+        ax.plot(ranks, [sync.left / GIB for _, sync in syncs], "o-", color=colour, label=f"{strategy}: on the GPU")
+        if any(pinned):
+            ax.plot(ranks, pinned, "o--", color=colour, label=f"{strategy}: page-locked")
+    known = [bench for bench in benches if bench.predicted]
+    packed = [bench.predicted["packed_bytes"] for bench in known]
+    both = [
+        size + b.predicted["staged_bytes"] - b.predicted["shared_bytes"] for size, b in zip(packed, known, strict=True)
+    ]
+    for name, sizes, marker in (("packed", packed, "x"), ("packed and staged", both, "+")):
+        ranks = [bench.rank for bench in known]
+        ax.plot(ranks, [size / GIB for size in sizes], marker, color="black", ms=10, label=f"calculated: {name}")
+    _rank_axis(ax, benches)
+    ax.set_ylabel("GiB in one worker")
+    ax.legend()
+    return ax
+
+
+def plot_sync(bench: Bench, ax: Axes | None = None) -> Axes:
+    """Bars of one rank by strategy: first and last sync, transport included, and the rebuild; seconds above each."""
+    ax = _axes(ax)
+    strategies = list(dict.fromkeys(sync.strategy for sync in bench.syncs))
+    for place, strategy in enumerate(strategies):
+        first, *_, last = [sync for sync in bench.syncs if sync.strategy == strategy]
+        bars = {"first sync": first.seconds, "sync": last.seconds, "rebuild": last.rebuilding}
+        for number, (name, seconds) in enumerate(bars.items()):
+            colour = PHASE_COLOURS[number]
+            bar = ax.bar(
+                place + (number - 1) * 0.27, seconds, width=0.25, color=colour, label=name if not place else ""
+            )
+            ax.bar_label(bar, fmt="%.2f", fontsize="small")
+    ax.set_xticks(range(len(strategies)), strategies)
+    ax.set_ylabel("seconds")
+    ax.set_title(f"{bench.model}, {bench.layers} layers, rank {bench.rank}", fontsize="medium")
+    ax.legend()
+    return ax
+
+
+def _last_syncs(benches: Sequence[Bench]) -> dict[str, list[tuple[int, Sync]]]:
+    """For each strategy the rank and the last sync of each bench that ran it."""
+    found: dict[str, dict[int, Sync]] = {}
+    for bench in benches:
+        for sync in bench.syncs:
+            found.setdefault(sync.strategy, {})[bench.rank] = sync
+    return {strategy: sorted(syncs.items()) for strategy, syncs in found.items()}
+
+
+def _rank_axis(ax: Axes, benches: Sequence[Bench]) -> None:
+    ranks = [bench.rank for bench in benches]
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ranks, [str(rank) for rank in ranks])
+    ax.set_xlabel("rank")
+    ax.set_title(f"{benches[0].model}, {benches[0].layers} layers, {benches[0].device}", fontsize="medium")
 
 
 def plot_bars(values: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | None = None) -> Axes:

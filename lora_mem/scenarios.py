@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,8 +24,6 @@ from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
-
-T = TypeVar("T")
 
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -78,6 +76,9 @@ QWEN3_30B_A3B: dict[str, Any] = {
 
 PROMPT = list(range(3, 27))
 
+_DIGEST_CHUNK = 2**24
+"""Elements at a time: half a GiB of working memory."""
+
 
 def experts_at_hand() -> dict[str, Any]:
     """What notebooks pack and move: Qwen3-30B-A3B's geometry, whole on a GPU, else 2 layers of 16 experts of it."""
@@ -96,13 +97,6 @@ def engine_at_hand() -> dict[str, Any]:
 def device_at_hand() -> str:
     """Where adapters arrive: "cuda", or "cpu" without a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def progress(items: Sequence[T]) -> Iterator[T]:
-    """The items, with a progress bar; none where `TQDM_DISABLE` is set, which tqdm's own bar for notebooks ignores."""
-    from tqdm.auto import tqdm
-
-    yield from tqdm(items, disable=bool(os.environ.get("TQDM_DISABLE")))
 
 
 def write_model(directory: str | Path, config: dict[str, Any]) -> str:
@@ -314,12 +308,17 @@ def slot_digests(manager: Any) -> dict[str, int]:
     }
 
 
+def one_digest(digests: dict[str, int]) -> str:
+    """One digest for all buffers, in hexadecimal."""
+    return f"{sum(digests.values()) % 2**64:016x}"
+
+
 def digest(tensor: torch.Tensor) -> int:
     """A 64-bit digest of a contiguous tensor's bits and their order, computed where the tensor is."""
     bits = tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     total = 0
-    for start in range(0, bits.numel(), 2**26):
-        part = bits[start : start + 2**26].to(torch.int64)
+    for start in range(0, bits.numel(), _DIGEST_CHUNK):
+        part = bits[start : start + _DIGEST_CHUNK].to(torch.int64)
         places = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
         # Odd multipliers keep every bit; int64 overflow wraps.
         total += int(((part + 40503) * (places * 2654435761 + 1) * 2862933555777941757).sum())
@@ -383,7 +382,7 @@ class Life:
         """Plain values, ready for JSON; slots as one digest for all."""
         values = asdict(self)
         for key in ("slots", "rebuilt_slots"):
-            values[key] = f"{sum(values[key].values()) % 2**64:016x}"
+            values[key] = one_digest(values[key])
         return values
 
 

