@@ -356,6 +356,8 @@ def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None
     }
     ax = plot_bars(values, "milliseconds", ax)
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter("")
     return ax
 
 

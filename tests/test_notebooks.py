@@ -46,7 +46,8 @@ def problems(text: str) -> list[str]:
 
 def ends_in_an_assertion(cell: dict) -> bool:
     """Its last statement is an assertion, or a loop or a condition whose last statement is one."""
-    last = ast.parse("".join(cell["source"])).body[-1]
+    source = re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE)  # magics
+    last = ast.parse(source).body[-1]
     while isinstance(last, (ast.For, ast.If)):
         last = last.body[-1]
     return isinstance(last, ast.Assert)
