@@ -37,7 +37,7 @@ def bars(ax):
 
 def test_a_profile_s_phases_over_time(profile):
     ax = profile.plot()
-    assert [label.get_text().strip() for label in ax.get_yticklabels()] == ["load", "pack", "activate", "pack"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["load", "· pack", "· activate", "pack"]
     assert [(x, width) for x, _, width, _ in bars(ax)] == [(0, 4000), (1000, 1000), (2000, 1000), (5000, 2000)]
     assert ax.get_xlim() == (0, 9600)
     assert plots.plot_profile(profile, ax=ax) is ax
