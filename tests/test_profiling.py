@@ -117,11 +117,12 @@ def test_host_memory_is_measured_and_what_there_is_not_is_said():
 
 
 def test_what_a_result_shows(tmp_path):
-    with lora_mem.profile() as profiler, profiler.phase("<one>"):
+    with lora_mem.profile(sample_every=0.001) as profiler, profiler.phase("<one>"):
         pass
     found = profiler.result
     assert json.loads(found.to_json(tmp_path / "profile.json")) == json.loads((tmp_path / "profile.json").read_text())
     assert json.loads(found.to_json())["phases"][0]["name"] == "<one>"
+    assert profiling.Profile.from_dict(json.loads(found.to_json())) == found
     frame = found.to_frame()
     assert list(frame["phase"]) == ["<one>"]
     assert {"seconds", "allocated_peak", "reserved_after", "device_used_before", "pinned_after", "to_host_rate"} <= set(
@@ -164,8 +165,22 @@ def test_a_trace_names_the_phases(tmp_path, name, ops):
     assert phases[1].start <= phases[2].start
     measured = profiler.result.phase("two").seconds
     assert phases[2].seconds == pytest.approx(measured, abs=0.005)
+    frame = profiling.trace_frame(profiler.result.trace)
+    sums = frame[frame.name == "aten::sum"]
+    assert list(zip(sums.phase, sums.kind, sums.calls, strict=True)) == ([("two", "op", 1)] if ops else [])
+    assert "aten::fill_" not in set(frame.name)  # inside aten::ones
     if name == "traces":
         assert [path.name.endswith(".pt.trace.json.gz") for path in (tmp_path / name).iterdir()] == [True]
+
+
+def test_tensorboard_s_plugin_reads_a_trace(tmp_path):
+    pytest.importorskip("torch_tb_profiler", reason="needs torch-tb-profiler")
+    from torch_tb_profiler.profiler.data import RunProfileData
+
+    with lora_mem.profile(trace=tmp_path) as profiler, profiler.phase("one"):
+        torch.ones(8).sum()
+    seen = RunProfileData.parse("worker", "1", profiler.result.trace, None)
+    assert "aten::sum" in {operator.name for operator in seen.op_list_groupby_name}
 
 
 def test_device_time_and_overlap_are_read_from_a_trace(tmp_path):
