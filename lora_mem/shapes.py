@@ -173,7 +173,8 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
         if architecture in WITHOUT_LORA:
             raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
         if architecture in NOT_YET_KNOWN:
-            raise config.error(field, "is a model that is served with LoRA by vLLM 0.33, but not known here yet")
+            reason = NOT_YET_KNOWN[str(architecture)]
+            raise config.error(field, f"is served with LoRA by vLLM 0.33, but not known here yet: {reason}")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
