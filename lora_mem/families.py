@@ -1674,6 +1674,20 @@ WITHOUT_LORA: frozenset[str] = frozenset(
     }
 )
 
+# vLLM refuses pipeline parallelism for these.
+WITHOUT_PIPELINE: frozenset[str] = frozenset(
+    {
+        "Idefics3ForConditionalGeneration",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "Phi4MMForCausalLM",
+        "SmolVLMForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+    }
+)
+
 _GPU_ONLY = "its model code imports GPU kernels when it is built, and has not been run here"
 _SPARSE = "its n-gram or hyper-connection layers differ by config, and have not been held against vLLM"
 _TOWER = "vLLM gives its vision tower slots too, and two sets of routed experts; these have not been held against vLLM"

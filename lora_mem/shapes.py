@@ -24,6 +24,7 @@ class ModelShape:
     architecture: str
     num_hidden_layers: int
     groups: tuple[Group, ...]
+    supports_pipeline: bool = True
 
     @classmethod
     def from_config(cls, source: ModelShape | dict[str, Any] | str | Path) -> ModelShape:
@@ -160,7 +161,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -181,4 +182,4 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
     # A text model may keep its fields in text_config too; a multimodal one looks for its text model itself.
     groups = builder(text if str(architecture).endswith("ForCausalLM") else config)
     layers = 1 + max(index for group in groups for index in group.layers)
-    return ModelShape(where, str(architecture), layers, groups)
+    return ModelShape(where, str(architecture), layers, groups, architecture not in WITHOUT_PIPELINE)
