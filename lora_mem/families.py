@@ -214,15 +214,20 @@ def _same(config: Config, *modules: Module) -> tuple[Group, ...]:
 
 
 def _vocabulary(
-    config: Config, embed: Stage = "first", head: Stage | None = "last", path: str = "model.embed_tokens"
+    config: Config,
+    embed: Stage = "first",
+    head: Stage | None = "last",
+    path: str = "model.embed_tokens",
+    *,
+    tied: bool = False,
 ) -> tuple[Group, ...]:
     """embed_tokens (at `path`) and lm_head (None: not), for the models that list them in `embedding_modules`.
 
     `embed` and `head` are the pipeline stages that vLLM builds them in; `ends` is the first one, and the last one too
-    where the two share their weights.
+    where the two share their weights (`tied` where the config does not say).
     """
     hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
-    if embed == "ends" and not config.flag("tie_word_embeddings", default=False):
+    if embed == "ends" and not config.flag("tie_word_embeddings", default=tied):
         embed = "first"
     prefix, _, name = path.rpartition(".")
     embedding = Linear(name, "embedding", vocab, (hidden,), (Child(name, hidden, linear=False),))
@@ -238,13 +243,14 @@ def _dense(
     embed: Stage = "first",
     head: Stage | None = "last",
     kv_heads_default: bool = False,
+    tied: bool = False,
 ) -> Builder:
     """Attention and a gated MLP in each layer: Llama and its kin."""
 
     def build(config: Config) -> tuple[Group, ...]:
         attention = _attention(config, head_dim=head_dim, kv_heads_default=kv_heads_default)
         parts = attention + _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
-        return _same(config, *parts) + (_vocabulary(config, embed, head) if vocabulary else ())
+        return _same(config, *parts) + (_vocabulary(config, embed, head, tied=tied) if vocabulary else ())
 
     return build
 
@@ -361,13 +367,14 @@ def _mixtral(
     vocabulary: bool = True,
     router: bool = True,
     kv_heads_default: bool = False,
+    head_dim: int | None = None,
 ) -> Builder:
     """Mixtral, and what has its expert block under the same name."""
 
     def build(config: Config) -> tuple[Group, ...]:
         hidden, count = config.number("hidden_size"), _count(config)
         parts = (
-            *_attention(config, kv_heads_default=kv_heads_default),
+            *_attention(config, head_dim=head_dim, kv_heads_default=kv_heads_default),
             _replicated("block_sparse_moe.gate", hidden, count, linear=router),
             _experts("block_sparse_moe.experts", count, hidden, config.number("intermediate_size"), names=names),
         )
@@ -382,14 +389,14 @@ def _granite_moe(default: str) -> Builder:
     def build(config: Config) -> tuple[Group, ...]:
         hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
         feed: list[Module] = []
-        count = config.number("num_local_experts", default=0, minimum=0)
+        count = config.number("num_local_experts", minimum=0)
         if count:
             inner = config.number("intermediate_size")
             feed += [
                 _replicated("block_sparse_moe.gate", hidden, count, linear=False),
                 _experts("block_sparse_moe.experts", count, hidden, inner, names=("w1", "w2", "w3")),
             ]
-        shared = config.number("shared_intermediate_size", default=0, minimum=0)
+        shared = config.number("shared_intermediate_size", default=None if default == "mamba" else 0, minimum=0)
         if shared:
             feed += [
                 _column("shared_mlp.input_linear", hidden, 2 * shared),
@@ -517,7 +524,14 @@ def _deepseek(*, sparse: bool = False, latent: bool = True) -> Builder:
 
 
 def _moe_after_dense(
-    count: str, size: str, shared: str, shared_path: str, *, vocabulary: bool = False, kinds: str = ""
+    count: str,
+    size: str,
+    shared: str,
+    shared_path: str,
+    *,
+    vocabulary: bool = False,
+    kinds: str = "",
+    head_dim: int | None = None,
 ) -> Builder:
     """Attention, first layers dense, the others routed experts with shared ones; the fields' names differ.
 
@@ -526,7 +540,7 @@ def _moe_after_dense(
 
     def build(config: Config) -> tuple[Group, ...]:
         hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
-        attention = _attention(config)
+        attention = _attention(config, head_dim=head_dim)
         experts, inner = config.first_number(count, "num_local_experts"), config.number(size)
         parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, experts, linear=False)]
         shared_count = config.number_or_null(shared, minimum=0)
@@ -548,15 +562,14 @@ def _ernie_moe(config: Config) -> tuple[Group, ...]:
     count, inner = config.number("moe_num_experts"), config.number("moe_intermediate_size")
     attention = _attention(config)
     parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
-    shared = config.number("moe_num_shared_experts", default=0, minimum=0)
+    shared = config.number("moe_num_shared_experts", minimum=0)
     if shared:
         parts += _mlp("mlp.shared_experts", hidden, inner * shared)
     routed = (*parts, _experts("mlp.experts", count, hidden, inner))
     dense = attention + _mlp("mlp", hidden, config.number("intermediate_size"))
-    first = config.number("moe_layer_start_index", default=0, minimum=0)
-    last = layers - 1
-    if config.fields.get("moe_layer_end_index", -1) != -1:
-        last = config.number("moe_layer_end_index", minimum=0)
+    first = config.number("moe_layer_start_index", minimum=0)
+    last = config.number("moe_layer_end_index", minimum=-1)
+    last = layers - 1 if last == -1 else last
     interval = config.number("moe_layer_interval", default=1)
     return _layers(
         routed if first <= index <= last and (index + 1) % interval == 0 else dense for index in range(layers)
@@ -615,12 +628,19 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
             _replicated("per_layer_input_gate", hidden, per_layer),
             _replicated("per_layer_projection", per_layer, hidden),
         ]
+    # As transformers 5 writes it: by layer, the numbers padded with zeros.
+    own = config.sub("per_layer_config") if "per_layer_config" in config else None
+    numbers = {int(name): name for name in own.fields if name.isdigit()} if own is not None else {}
     parts: list[Modules] = []
     for index, kind in enumerate(kinds):
         full = kind == "full_attention" or index == layers - 1  # transformers makes the last layer a full one
         head_dim = config.number("head_dim", default=256)
         kv_heads = config.number("num_key_value_heads")
-        if full:
+        if own is not None and index in numbers:
+            layer = own.sub(numbers[index])
+            head_dim = layer.number("head_dim", default=head_dim)
+            kv_heads = layer.number("num_key_value_heads", default=kv_heads)
+        elif own is None and full:
             head_dim = config.number("global_head_dim", default=512)
             if config.flag("attention_k_eq_v", default=False):
                 kv_heads = config.number("num_global_key_value_heads", default=kv_heads)
@@ -989,8 +1009,9 @@ def _muse_glimmer(config: Config) -> tuple[Group, ...]:
 
 def _nemotron_h(config: Config) -> tuple[Group, ...]:
     """Mamba, attention, MLP and expert layers, in the order of `hybrid_override_pattern`."""
-    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
-    kinds = _nemotron_pattern(config, layers)
+    # transformers 5 leaves the number of layers to the list of their kinds.
+    hidden, blocks = config.number("hidden_size"), config.items("layers_block_type")
+    kinds = _nemotron_pattern(config, config.number("num_hidden_layers", default=len(blocks) or None))
     parts: dict[str, Modules] = {}
     if "M" in kinds:
         parts["M"] = _mamba2(
@@ -1003,7 +1024,7 @@ def _nemotron_h(config: Config) -> tuple[Group, ...]:
             config.number("conv_kernel", default=4),
         )
     if "*" in kinds:
-        parts["*"] = _attention(config, "mixer")
+        parts["*"] = _attention(config, "mixer", head_dim=128)
     if "-" in kinds:
         inner = config.number("intermediate_size")
         parts["-"] = _column("mixer.up_proj", hidden, inner), _row("mixer.down_proj", inner, hidden)
@@ -1013,7 +1034,7 @@ def _nemotron_h(config: Config) -> tuple[Group, ...]:
 
 
 def _nemotron_pattern(config: Config, layers: int) -> str:
-    names = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+    names = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
     blocks = config.items("layers_block_type")
     if "hybrid_override_pattern" in config or not blocks:
         pattern = config.fields.get("hybrid_override_pattern")
@@ -1030,7 +1051,7 @@ def _nemotron_moe(config: Config, hidden: int) -> Modules:
     # The router gets no slots: vLLM skips `mixer.gate` of non-gated experts.
     parts: list[Module] = []
     width = hidden
-    shared = config.number("n_shared_experts", default=0, minimum=0)
+    shared = config.number("n_shared_experts", default=1, minimum=0)
     if shared:
         inner = config.number("moe_shared_expert_intermediate_size") * shared
         parts += [
@@ -1050,7 +1071,7 @@ def _nemotron_moe(config: Config, hidden: int) -> Modules:
 def _falcon_h1(config: Config) -> tuple[Group, ...]:
     hidden = config.number("hidden_size")
     heads = config.number("mamba_n_heads")
-    inner = config.number("mamba_d_ssm", default=config.number("mamba_expand", default=2) * hidden)
+    inner = config.number_or_null("mamba_d_ssm") or config.number("mamba_expand", default=2) * hidden
     if inner % heads:
         raise config.error("mamba_n_heads", f"must divide mamba_d_ssm={inner}")
     mamba = _mamba2(
@@ -1078,7 +1099,7 @@ def _jamba(config: Config) -> tuple[Group, ...]:
         _row("mamba.out_proj", width, hidden),
     )
     attention = _attention(config, "")
-    count = config.number("num_experts", default=1)
+    count = config.number("num_experts", default=16)
     dense = _mlp("feed_forward", hidden, inner)
     sparse: Modules = (
         _replicated("feed_forward.router", hidden, count),
@@ -1336,7 +1357,7 @@ FAMILIES: dict[str, Builder] = {
     "DeepseekV4ForCausalLM": _deepseek_v4,
     "DotsOCRForCausalLM": _inside(_BARE, peft="model"),
     "Eagle2_5_VLForConditionalGeneration": _by("text_config"),
-    "Ernie4_5ForCausalLM": _dense(embed="ends"),
+    "Ernie4_5ForCausalLM": _dense(embed="ends", head_dim=128, tied=True),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
     "Exaone4_5_ForConditionalGeneration": _by_text_config,
@@ -1375,7 +1396,7 @@ FAMILIES: dict[str, Builder] = {
     "Glm4vMoeForConditionalGeneration": _inside(
         _moe_after_dense("n_routed_experts", "moe_intermediate_size", "n_shared_experts", "mlp.shared_experts")
     ),
-    "GlmAsrForConditionalGeneration": _by_text_config,
+    "GlmAsrForConditionalGeneration": _inside(_dense(embed="ends")),
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
     "GlmOcrForConditionalGeneration": _inside(_fused(vocabulary=False, fused_qkv=False)),
     "GptOssForCausalLM": _gpt_oss,
@@ -1385,11 +1406,13 @@ FAMILIES: dict[str, Builder] = {
     "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
     "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
     "GraniteMoeSharedForCausalLM": _granite_moe("attention"),
-    "GraniteSWAForCausalLM": _LLAMA,
+    "GraniteSWAForCausalLM": _dense(embed="ends", tied=True),
     "GraniteSpeechForConditionalGeneration": _by_text_config,
     "GraniteSpeechPlusForConditionalGeneration": _by_text_config,
     "H2OVLChatModel": _by("llm_config"),
-    "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
+    "HYV3ForCausalLM": _moe_after_dense(
+        "num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp", head_dim=128
+    ),
     "HYV4ForCausalLM": _hy_v4,
     "HyperCLOVAXForCausalLM": _LLAMA,
     "IQuestCoderForCausalLM": _LLAMA,
@@ -1435,7 +1458,7 @@ FAMILIES: dict[str, Builder] = {
     "MiniCPMV4_7ForConditionalGeneration": _inside(
         _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
     ),
-    "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
+    "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True, head_dim=128),
     "Ministral3ForCausalLM": _BARE,
     "Mistral3ForConditionalGeneration": _inside(_BARE),
     "MistralForCausalLM": _BARE,
