@@ -16,6 +16,7 @@ import torch
 
 import lora_mem
 from lora_mem import scenarios, vllm_hook
+from lora_mem.buffers import slot_rank
 from lora_mem.host_memory import HostBlock
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
@@ -203,7 +204,7 @@ def run(
         raise ValueError(f"syncs is {syncs}; it must be 2 or more: the first one pays for what is reserved once")
     say("starting vLLM")
     with tempfile.TemporaryDirectory() as directory:
-        llm = scenarios.start_engine(scenarios.write_model(directory, config), max_lora_rank=_slot_rank(rank), **engine)
+        llm = scenarios.start_engine(scenarios.write_model(directory, config), max_lora_rank=slot_rank(rank), **engine)
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
     device = manager.device
@@ -442,16 +443,12 @@ def _predicted(config: dict[str, Any], rank: int, transport: Transport) -> dict[
         figures = footprint(
             config,
             rank=rank,
-            max_lora_rank=_slot_rank(rank),
+            max_lora_rank=slot_rank(rank),
             target_modules=["experts"] if transport.experts else "all-linear",
         ).to_dict()
     except SizingError:
         return {}
     return {key: figures[key] for key in ("packed_bytes", "staged_bytes", "slot_bytes")}
-
-
-def _slot_rank(rank: int) -> int:
-    return next(allowed for allowed in (1, 8, 16, 32, 64, 128, 256, 320, 512) if allowed >= rank)
 
 
 def _versions() -> dict[str, str]:

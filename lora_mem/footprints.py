@@ -22,6 +22,7 @@ from lora_mem.buffers import (
     Tensor,
     adapter_parts,
     check_options,
+    check_sharded_ranks,
     packed_tensors,
     slot_groups,
     slot_tensors,
@@ -343,7 +344,7 @@ def footprint(
     enable_mixed_moe_lora_format: bool = False,
     enable_moe_shared_loras: bool = False,
     lora_target_modules: Sequence[str] | None = None,
-    moe_backend: str = "triton",
+    moe_backend: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     scaling: float | None = None,
     is_3d_lora_weight: bool | None = None,
@@ -374,9 +375,10 @@ def footprint(
         enable_moe_shared_loras: vLLM's option: A of gate and up and B of down once for all experts.
         lora_target_modules: vLLM's deployment-wide `target_modules`: slots for these only. It takes runtime names
             (`qkv_proj`), whole paths, or packed children (`q_proj`).
-        moe_backend: what computes the routed experts. `triton` is for unquantized experts and keeps their sizes; the
-            others round the slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper.
-        rank_pattern: PEFT's, by name or regular expression.
+        moe_backend: what computes the routed experts. `triton` and `marlin` keep their sizes; the others round the
+            slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. To be named where the
+            checkpoint is quantized so that it matters; `triton` elsewhere.
+        rank_pattern: PEFT's, by name or regular expression; each must match a module that the adapter has.
         scaling: alpha / rank (or by rsLoRA's rule); None where it is not known. With 1 nothing is folded into B, so
             that vLLM keeps the staged B of dense modules as it is.
         is_3d_lora_weight: whether experts come as one tensor for all; as the model has them where it is not given.
@@ -443,6 +445,8 @@ def footprint(
     if workers_per_node is not None:
         workers = min(workers, whole_number("workers_per_node", workers_per_node))
     slots = slot_bytes(shape, options)
+    if options.fully_sharded_loras:
+        check_sharded_ranks(adapter_parts(shape, options), options)
     if pipeline_rank is None and pipeline_parallel_size > 1:
         stages = [replace(options, pipeline_rank=stage) for stage in range(pipeline_parallel_size)]
         slots, options = max(((slot_bytes(shape, stage), stage) for stage in stages), key=lambda pair: pair[0])
