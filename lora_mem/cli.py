@@ -58,6 +58,7 @@ def size(
     dtype: Dtype = "bfloat16",
     moe_backend: MoeBackend = None,
     strategy: StrategyName = "offload",
+    phases: Annotated[bool, typer.Option("--phases", help="The GPU phase by phase of a colocated run.")] = False,
     why: Why = False,
     as_json: AsJson = False,
 ) -> None:
@@ -87,6 +88,14 @@ def size(
         _fail(error)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
+    elif phases:
+        found = result.phases()
+        rows = [
+            (phase, *(f"{size:,}" for size in held.values()), gib(sum(held.values()))) for phase, held in found.items()
+        ]
+        _print_table(
+            f"{result.model}, rank {rank}, {strategy}", ("phase", "slots", "adapters", "all"), rows, plain=True
+        )
     elif why:
         print("\n\n".join(result.why(line.name) for line in result.lines))
     else:

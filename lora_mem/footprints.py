@@ -84,6 +84,7 @@ class Footprint:
     host_bytes: int
     host_pinned_bytes: int
     node_host_bytes: int
+    node_host_pinned_bytes: int
     gpu_resident_bytes: int
     gpu_sync_peak_bytes: int
     model: str
@@ -168,7 +169,7 @@ class Footprint:
         return Comparison(self, measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: the figures in bytes, the options, and each figure's formula and inputs."""
+        """Ready for JSON: figures in bytes, options, formulas and inputs, the GPU by phase, and each kind of module."""
         return {
             "model": self.model,
             **{name: getattr(self, name) for name in FIGURES},
@@ -178,6 +179,7 @@ class Footprint:
                 {"name": line.name, "bytes": line.bytes, "formula": line.formula, "inputs": dict(line.inputs)}
                 for line in self.lines
             ],
+            "phases": self.phases(),
             "modules": [row for holder in HOLDERS for row in self.rows(holder)],
         }
 
@@ -225,6 +227,7 @@ FIGURES = (
     "host_bytes",
     "host_pinned_bytes",
     "node_host_bytes",
+    "node_host_pinned_bytes",
     "gpu_resident_bytes",
     "gpu_sync_peak_bytes",
 )
@@ -405,11 +408,14 @@ def footprint(
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
             on the host). stage: slots + what may be under way: 64 MiB and the largest packed tensor, or the whole
             adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
+            Into a free place of vLLM's host cache. vLLM loads before it lets the old adapter go, so that where one is
+            replaced its packed tensors come on top, on the GPU with keep, else on the host.
         - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
             keep: 0. offload, stage: max_cpu_loras * (packed + staged - shared).
         - `host_pinned_bytes`: the same as it is page-locked. offload: as torch's pinned cache takes it, each tensor
           rounded up to a power of two. stage: lora_mem's own block, each tensor at a multiple of 256 bytes.
-        - `node_host_bytes`: exact bytes on one host with `workers_per_node` workers, each of which has its own.
+        - `node_host_bytes`, `node_host_pinned_bytes`: of all `workers_per_node` workers of a host; each has
+          its own.
 
     Raises:
         SizingError: an argument is not what vLLM allows, or does not fit the model.
@@ -530,6 +536,7 @@ def combine(
         host_bytes=host,
         host_pinned_bytes=pinned,
         node_host_bytes=workers * host,
+        node_host_pinned_bytes=workers * pinned,
         gpu_resident_bytes=slots + (registered * both if strategy == "keep" else 0),
         gpu_sync_peak_bytes=slots + {"keep": registered * both, "offload": both, "stage": under_way}[strategy],
         model=shape.name,
@@ -593,6 +600,7 @@ _MEANING = {
     "host_bytes": "Pinned host memory with max_cpu_loras adapters registered, of exact size.",
     "host_pinned_bytes": "The same as it is page-locked: in torch's pinned cache (offload), in one block (stage).",
     "node_host_bytes": "Exact bytes of all workers of one host.",
+    "node_host_pinned_bytes": "The same as it is page-locked.",
     "gpu_resident_bytes": "What stays on the GPU through generation and training.",
     "gpu_sync_peak_bytes": "The most on the GPU while an adapter is brought in.",
 }
@@ -628,6 +636,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "slot_padding_bytes": ("slots * (max_lora_rank - rank) // max_lora_rank", {}),
         "host_pinned_bytes": _pinned_formula(result),
         "node_host_bytes": ("workers_per_node * host", {}),
+        "node_host_pinned_bytes": ("workers_per_node * host_pinned", {}),
     }
     if result.strategy == "stage":
         formulas |= {"staged_bytes": ("packed", {}), "shared_bytes": ("packed", {})}
@@ -652,6 +661,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "rank": options.rank,
         "workers_per_node": result.workers_per_node,
         "host": result.host_bytes,
+        "host_pinned": result.host_pinned_bytes,
     }
     for name in FIGURES:
         formula, inputs = formulas[name] if name in formulas else (by_strategy[name][result.strategy], {})

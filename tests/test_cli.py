@@ -42,6 +42,17 @@ def test_tables_fit_80_columns_with_each_figure_on_one_line() -> None:
         assert "[" in explained.stdout
 
 
+def test_phases_of_a_colocated_run() -> None:
+    command = ("size", "Qwen/Qwen3-30B-A3B", "--rank", "64", "--target-modules", "experts", "--strategy", "keep")
+    shown = lora_mem(*command, "--phases").stdout.splitlines()
+    assert [line.split()[0] for line in shown[-4:]] == ["rest", "sync", "generation", "training"]
+    assert shown[-1].split()[1:] == ["0", "13,287,555,072", "12.3750", "GiB"]
+    assert json.loads(lora_mem(*command, "--json").stdout)["phases"]["training"] == {
+        "slots": 0,
+        "adapters": 13_287_555_072,
+    }
+
+
 def test_quantized_experts_need_the_backend_named() -> None:
     bare = lora_mem("size", "openai/gpt-oss-20b", "--rank", "16")
     assert bare.returncode == 2

@@ -175,6 +175,7 @@ def test_each_worker_of_a_node_has_a_copy_of_its_own() -> None:
     offload, stage = (footprint(config(), strategy=name, **common) for name in ("offload", "stage"))
     assert offload.node_host_bytes == 8 * offload.host_bytes
     assert stage.node_host_bytes == 8 * stage.host_bytes
+    assert offload.node_host_pinned_bytes == 8 * offload.host_pinned_bytes
     split = footprint(config(), strategy="stage", enable_expert_parallel=True, **common)
     assert split.node_host_bytes == stage.host_bytes
     assert footprint(config(), workers_per_node=4, **common).node_host_bytes == 4 * offload.host_bytes
@@ -450,10 +451,11 @@ def test_the_result_shows_itself() -> None:
         result.why("nothing")
 
 
-def test_each_line_evaluates_to_its_figure() -> None:
-    result = footprint(QWEN, rank=64, max_loras=2, max_cpu_loras=3)
+@pytest.mark.parametrize(("strategy", "sums"), [("keep", 4), ("offload", 5), ("stage", 3)])
+def test_each_line_evaluates_to_its_figure(strategy: Any, sums: int) -> None:
+    result = footprint(QWEN, rank=64, max_loras=2, max_cpu_loras=3, tensor_parallel_size=2, strategy=strategy)
     evaluated = [line for line in result.lines if "sum" not in line.formula]
-    assert len(evaluated) == 5
+    assert len(evaluated) == len(FIGURES) - sums
     for line in evaluated:
         assert eval(line.formula, {}, dict(line.inputs)) == line.bytes
     for holder, name in (("packed", "packed_bytes"), ("staged", "staged_bytes"), ("slots", "slot_bytes")):
