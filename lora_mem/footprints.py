@@ -408,14 +408,14 @@ def footprint(
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
             on the host). stage: slots + what may be under way: 64 MiB and the largest packed tensor, or the whole
             adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
-            Into a free place of vLLM's host cache. vLLM loads before it lets the old adapter go, so that where one is
-            replaced its packed tensors come on top, on the GPU with keep, else on the host.
+            vLLM lets an adapter that is replaced go before it packs the new one; the host holds both while the new one
+            is received.
         - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
             keep: 0. offload, stage: max_cpu_loras * (packed + staged - shared).
         - `host_pinned_bytes`: the same as it is page-locked. offload: as torch's pinned cache takes it, each tensor
           rounded up to a power of two. stage: lora_mem's own block, each tensor at a multiple of 256 bytes.
-        - `node_host_bytes`, `node_host_pinned_bytes`: of all `workers_per_node` workers of a host; each has
-          its own.
+        - `node_host_bytes`, `node_host_pinned_bytes`: of all `workers_per_node` workers of a host, each of
+          which has its own.
 
     Raises:
         SizingError: an argument is not what vLLM allows, or does not fit the model.
