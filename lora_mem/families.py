@@ -1250,6 +1250,57 @@ def _nemotron_vl(config: Config) -> tuple[Group, ...]:
     return _inside(_nemotron_h, peft="language_model.backbone")(_named(config, "llm_config"))
 
 
+def _ernie_vl(config: Config) -> tuple[Group, ...]:
+    """Ernie 4.5 VL: experts for text and for images, which no adapter can name; the tower gets slots too."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    attention, dense = _attention(config), _mlp("mlp", hidden, config.number("intermediate_size"))
+    fields = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+    kinds: list[tuple[str, Config]] = []
+    for index, kind in enumerate(("text", "vision")):
+        values = {name: [*config.items(name), None, None][index] for name in fields}
+        kinds.append((kind, Config(values, config.where, f"{config.inside}[{index}] of ")))
+    starts = [own.number("moe_layer_start_index", minimum=0) for _, own in kinds]
+    ends = [own.number("moe_layer_end_index", default=layers - 1, minimum=0) for _, own in kinds]
+    shared = config.number("moe_num_shared_experts", default=0, minimum=0) * kinds[0][1].number("moe_intermediate_size")
+    step = config.number("moe_layer_interval", default=1)
+    parts: list[Modules] = []
+    for layer in range(layers):
+        if not min(starts) <= layer <= max(ends) or (layer + 1) % step:
+            parts.append(attention + dense)
+            continue
+        feed: list[Module] = [*_mlp("mlp.shared_experts", hidden, shared)] if shared else []
+        for (kind, own), start, end in zip(kinds, starts, ends, strict=True):
+            if start <= layer <= end:
+                count = own.number("moe_num_experts")
+                inner = own.number("moe_intermediate_size")
+                feed.append(_replicated(f"mlp.{kind}_experts_gate", hidden, count, linear=False))
+                feed.append(Experts(f"mlp.{kind}_experts", count, hidden, inner, "gated", ()))
+            else:
+                feed += _mlp(f"mlp.{kind}_experts", hidden, config.number("intermediate_size"))
+        parts.append((*attention, *feed))
+    text = _layers(parts, "language_model.model.layers.{}")
+    return text + _ernie_tower(config, hidden)
+
+
+def _ernie_tower(config: Config, hidden: int) -> tuple[Group, ...]:
+    tower = config.sub("vision_config")
+    width = tower.first_number("embed_dim", "hidden_size")
+    ratio = tower.number("mlp_ratio", default=4)
+    block = (
+        _row("attn.proj", width, width),
+        _column("mlp.fc1", width, ratio * width),
+        _row("mlp.fc2", ratio * width, width),
+    )
+    blocks = tuple(Group(f"vision_model.blocks.{index}", (), block, "every") for index in range(tower.number("depth")))
+    spatial = config.number("pixel_hidden_size") * config.number("spatial_conv_size") ** 2
+    resampler = [_column("spatial_linear1", spatial, spatial), _column("spatial_linear2", spatial, spatial)]
+    if config.flag("use_temporal_conv", default=True):
+        temporal = spatial * config.number("temporal_conv_size")
+        resampler += [_column("temporal_linear1", temporal, spatial), _column("temporal_linear2", spatial, spatial)]
+    resampler.append(_column("mlp", spatial, hidden))
+    return (*blocks, Group("resampler_model", (), tuple(resampler), "every"))
+
+
 def _text(config: Config, *names: str) -> Config:
     """The text model's fields: the first of `names` that is there, else the config itself."""
     return next((config.sub(name) for name in names if name in config), config)
@@ -1359,6 +1410,7 @@ FAMILIES: dict[str, Builder] = {
     "Eagle2_5_VLForConditionalGeneration": _by("text_config"),
     "Ernie4_5ForCausalLM": _dense(embed="ends", head_dim=128, tied=True),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
+    "Ernie4_5_VLMoeForConditionalGeneration": _ernie_vl,
     "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
     "Exaone4_5_ForConditionalGeneration": _by_text_config,
     "ExaoneForCausalLM": _renamed(_exaone, num_hidden_layers="num_layers"),
@@ -1713,7 +1765,6 @@ WITHOUT_PIPELINE: frozenset[str] = frozenset(
 
 _GPU_ONLY = "its model code imports GPU kernels when it is built, and has not been run here"
 _SPARSE = "its n-gram or hyper-connection layers differ by config, and have not been held against vLLM"
-_TOWER = "vLLM gives its vision tower slots too, and two sets of routed experts; these have not been held against vLLM"
 
 # vLLM 0.33 serves these with LoRA, and their modules could not be held against its model code yet, for the reason
 # given: an error says so, and a test compares this list with vLLM's registry. To take one off it, write its family and
@@ -1721,7 +1772,6 @@ _TOWER = "vLLM gives its vision tower slots too, and two sets of routed experts;
 NOT_YET_KNOWN: dict[str, str] = {
     "AliceAIForCausalLM": _GPU_ONLY,
     "DeepseekV4ForConditionalGeneration": _GPU_ONLY,
-    "Ernie4_5_VLMoeForConditionalGeneration": _TOWER,
     "Glm5NextForConditionalGeneration": _GPU_ONLY,
     "InklingForCausalLM": _GPU_ONLY,
     "InklingForConditionalGeneration": _GPU_ONLY,
