@@ -14,7 +14,7 @@ from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
-from lora_mem.buffers import Part
+from lora_mem.buffers import Part, check_sharded_ranks, slot_rank
 from lora_mem.footprints import Footprint, combine, footprint, sum_parts
 from lora_mem.layers import Experts, Group, Linear, Module, SizingError
 from lora_mem.shapes import ModelShape
@@ -93,9 +93,12 @@ class Adapter:
                 f"{self.name}: dtype", sorted({t.dtype for t in self.tensors}), "must be one for all tensors"
             )
         given = {"lora_dtype": "bfloat16", **options}
-        base = footprint(shape, rank=self.rank, dtype=dtype, scaling=self.scaling, **given)
+        # The engine by itself: whatever its slots' rank is, they can be sliced by it.
+        slots = slot_rank(self.rank, given.pop("max_lora_rank", None))
+        base = footprint(shape, rank=slots, max_lora_rank=slots, dtype=dtype, scaling=self.scaling, **given)
         assert base.options is not None
-        wanted = replace(base.options, target_modules=("the adapter's own",))
+        wanted = replace(base.options, rank=self.rank, target_modules=("the adapter's own",))
+        check_sharded_ranks(found.parts, wanted)
         sizes = sum_parts(found.parts, wanted)._replace(staged=self.staged_bytes - found.ignored_bytes)
         return combine(shape, wanted, base.slot_bytes, sizes, base.strategy, base.workers_per_node)
 

@@ -14,6 +14,7 @@ import torch
 
 import lora_mem
 from lora_mem import scenarios, vllm_hook
+from lora_mem.buffers import slot_rank
 from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
 from lora_mem.progress import progress
 from lora_mem.results import Bench, Held, Sync
@@ -76,7 +77,7 @@ def start(config: dict[str, Any], *, max_rank: int, **engine: Any) -> Any:
     """An engine with dummy weights and one slot for adapters of at most this rank."""
     with tempfile.TemporaryDirectory() as directory:
         model = scenarios.write_model(directory, config)
-        return scenarios.start_engine(model, **{"max_lora_rank": _slot_rank(max_rank), **engine})
+        return scenarios.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **engine})
 
 
 def run_in(
@@ -420,10 +421,6 @@ def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport:
     except SizingError:
         return {}
     return {key: figures[key] for key in ("packed_bytes", "staged_bytes", "shared_bytes", "slot_bytes")}
-
-
-def _slot_rank(rank: int) -> int:
-    return next(allowed for allowed in (1, 8, 16, 32, 64, 128, 256, 320, 512) if allowed >= rank)
 
 
 def _versions() -> dict[str, str]:

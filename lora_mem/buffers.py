@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from lora_mem.layers import Experts, Group, Linear, Module, SizingError
+from lora_mem.layers import Experts, Group, Linear, Module, SizingError, join
 from lora_mem.shapes import ModelShape
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -31,6 +31,13 @@ MOE_BACKENDS = {
     "mxfp4_triton": (1, 64),
     "mxfp4_trtllm": (256, 128),
 }
+# Quantizations of a checkpoint whose MoE methods leave sizes as they are, whatever computes the experts.
+KEEPS_SIZES = frozenset(
+    {
+        *("", "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "experts_int8", "fbgemm_fp8", "fp8"),
+        *("gptq", "gptq_marlin", "modelopt", "modelopt_fp4", "moe_wna16"),
+    }
+)
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -578,7 +585,7 @@ def check_options(
     enable_mixed_moe_lora_format: bool = False,
     enable_moe_shared_loras: bool = False,
     lora_target_modules: Sequence[str] | None = None,
-    moe_backend: str = "triton",
+    moe_backend: str | None = None,
     dtype: str = "bfloat16",
     lora_dtype: str = "auto",
 ) -> Options:
@@ -593,7 +600,7 @@ def check_options(
     for pattern, value in patterns:
         whole_number(f"rank_pattern[{pattern!r}]", value)
     largest = max([rank, *(value for _, value in patterns)])
-    max_lora_rank = _max_lora_rank(largest, max_lora_rank)
+    max_lora_rank = slot_rank(largest, max_lora_rank)
     max_loras = whole_number("max_loras", max_loras)
     max_cpu_loras = max_loras if max_cpu_loras is None else whole_number("max_cpu_loras", max_cpu_loras)
     if max_cpu_loras < max_loras:
@@ -603,6 +610,8 @@ def check_options(
     dp = whole_number("data_parallel_size", data_parallel_size)
     if pp > shape.num_hidden_layers:
         raise SizingError("pipeline_parallel_size", pp, f"must be at most the {shape.num_hidden_layers} layers")
+    if pp > 1 and not shape.supports_pipeline:
+        raise SizingError("pipeline_parallel_size", pp, f"must be 1: vLLM has none for {shape.architecture}")
     if whole_number("pipeline_rank", pipeline_rank, 0) >= pp:
         raise SizingError("pipeline_rank", pipeline_rank, f"must be below pipeline_parallel_size={pp}")
     ep = _flag("enable_expert_parallel", enable_expert_parallel)
@@ -622,8 +631,6 @@ def check_options(
         raise SizingError("dtype", dtype, f"must be one of {', '.join(ITEMSIZE)}")
     if lora_dtype not in ("auto", "float16", "bfloat16"):
         raise SizingError("lora_dtype", lora_dtype, "must be one of auto, float16, bfloat16, as vLLM allows")
-    if moe_backend not in MOE_BACKENDS:
-        raise SizingError("moe_backend", moe_backend, f"must be one of {', '.join(MOE_BACKENDS)}")
     options = Options(
         rank=rank,
         rank_pattern=patterns,
@@ -642,11 +649,12 @@ def check_options(
         enable_mixed_moe_lora_format=mixed,
         enable_moe_shared_loras=outer,
         lora_target_modules=_deployment(shape, lora_target_modules),
-        moe_backend=moe_backend,
+        moe_backend=_moe_backend(shape, moe_backend),
         dtype=dtype,
         lora_dtype=dtype if lora_dtype == "auto" else lora_dtype,
     )
     _check_targets(shape, options)
+    _check_rank_pattern(shape, options)
     _check_vocabulary(shape, options)
     return options
 
@@ -658,7 +666,27 @@ def whole_number(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
-def _max_lora_rank(rank: int, given: int | None) -> int:
+def _moe_backend(shape: ModelShape, given: str | None) -> str:
+    allowed = ", ".join(MOE_BACKENDS)
+    if given is not None and given not in MOE_BACKENDS:
+        raise SizingError("moe_backend", given, f"must be one of {allowed}")
+    if given is None and shape.is_moe and shape.quantization not in KEEPS_SIZES:
+        raise SizingError(
+            "moe_backend",
+            given,
+            f"must be named: the experts of {shape.name} are in {shape.quantization}, and some of vLLM's backends round"
+            f" the slots' sizes up for it. One of {allowed}; triton where they are not quantized when they are served",
+        )
+    return given or "triton"
+
+
+def slot_rank(rank: int, given: int | None = None) -> int:
+    """`max_lora_rank` for adapters of `rank`: as given, or the smallest that vLLM allows.
+
+    Raises:
+        SizingError: `rank` is more than vLLM or `given` allows, or vLLM does not allow `given`.
+
+    """
     allowed = ", ".join(map(str, MAX_LORA_RANKS))
     if rank > MAX_LORA_RANKS[-1]:
         raise SizingError(
@@ -682,7 +710,7 @@ def _flag(name: str, value: object) -> bool:
 def _names(argument: str, value: str | Sequence[str]) -> str | tuple[str, ...]:
     if value == "all-linear":
         return "all-linear"
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence | set) else ()
     if not names or not all(isinstance(name, str) and name for name in names):
         raise SizingError(argument, value, "must be all-linear, or one or more names of modules")
     if "all-linear" in names:
@@ -739,6 +767,52 @@ def _check_targets(shape: ModelShape, options: Options) -> None:
                 "target_modules",
                 name,
                 f"is no module of {shape.name} that vLLM serves with LoRA; it has: {', '.join(known)}",
+            )
+
+
+def _check_rank_pattern(shape: ModelShape, options: Options) -> None:
+    """Refuse a pattern that no module of the adapter matches: PEFT and vLLM would use `rank` for all of them."""
+    for pattern, _ in options.rank_pattern:
+        matcher = re.compile(rf"(.*\.)?({pattern})$")
+        if not any(matcher.match(name) for name in _adapted_names(shape, options)):
+            raise SizingError("rank_pattern", pattern, f"matches no module of {shape.name} that the adapter targets")
+
+
+def _adapted_names(shape: ModelShape, options: Options) -> Iterator[str]:
+    """PEFT's path of each module that the adapter has, experts one by one."""
+    for group in shape.groups:
+        for module in group.modules:
+            chosen = _chosen(module, options)
+            for layer in group.layers if group.stage == "layers" and any(chosen) else (0,):
+                path = group.peft_path(layer, module)
+                if isinstance(module, Linear):
+                    parent = path.rpartition(".")[0]
+                    names = [join(parent, child.name) for child in module.children]
+                    yield from (name for name, taken in zip(names, chosen, strict=True) if taken)
+                elif any(chosen):
+                    whole = options.is_3d_lora_weight or options.enable_moe_shared_loras
+                    experts = [""] if whole else [f".{index}" for index in range(module.num_experts)]
+                    yield from (f"{path}{e}.{name}" for e in experts for name in expert_names(module, options))
+
+
+def check_sharded_ranks(parts: Iterable[Part], options: Options) -> None:
+    """Refuse ranks that fully sharded experts cannot be sliced by; other modules' last ranks may be empty.
+
+    Raises:
+        SizingError: the rank of an expert is no multiple of the workers that it is sliced over.
+
+    """
+    workers = options.expert_tensor_parallel_size
+    if not options.fully_sharded_loras or workers == 1:
+        return
+    for part in parts:
+        odd = [rank for rank in part.ranks if rank % workers]
+        if isinstance(part.module, Experts) and odd:
+            raise SizingError(
+                "rank",
+                odd[0],
+                f"must be a multiple of {workers} (tensor_parallel_size * data_parallel_size) with fully_sharded_loras:"
+                f" vLLM slices the rank of {part.path} over its workers",
             )
 
 

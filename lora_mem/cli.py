@@ -35,8 +35,11 @@ Dp = Annotated[int, typer.Option("--dp", help="data_parallel_size.")]
 Ep = Annotated[bool, typer.Option("--ep", help="enable_expert_parallel.")]
 FullySharded = Annotated[bool, typer.Option("--fully-sharded", help="fully_sharded_loras.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-MoeBackend = Annotated[str, typer.Option(help="What computes the experts: triton, mxfp4_marlin, ...")]
+MoeBackend = Annotated[
+    str | None, typer.Option(help="What computes the experts: triton, mxfp4_marlin, ...; default by the checkpoint.")
+]
 StrategyName = Annotated[str, typer.Option(help="keep, offload or stage: where an adapter is after a sync.")]
+Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
 
 
@@ -54,9 +57,10 @@ def size(
     ep: Ep = False,
     fully_sharded: FullySharded = False,
     dtype: Dtype = "bfloat16",
-    moe_backend: MoeBackend = "triton",
+    moe_backend: MoeBackend = None,
     strategy: StrategyName = "offload",
-    why: Annotated[bool, typer.Option("--why", help="Each figure with its formula, module by module.")] = False,
+    phases: Annotated[bool, typer.Option("--phases", help="The GPU phase by phase of a colocated run.")] = False,
+    why: Why = False,
     as_json: AsJson = False,
 ) -> None:
     """The bytes of each holder of an adapter, per worker."""
@@ -85,6 +89,14 @@ def size(
         _fail(error)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
+    elif phases:
+        found = result.phases()
+        rows = [
+            (phase, *(f"{size:,}" for size in held.values()), gib(sum(held.values()))) for phase, held in found.items()
+        ]
+        _print_table(
+            f"{result.model}, rank {rank}, {strategy}", ("phase", "slots", "adapters", "all"), rows, plain=True
+        )
     elif why:
         print("\n\n".join(result.why(line.name) for line in result.lines))
     else:
@@ -92,7 +104,7 @@ def size(
             (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.formula) for line in result.lines
         ]
         _print_table(
-            f"{result.model}, rank {rank}, strategy {strategy}, bytes per worker",
+            f"{result.model}, rank {rank}, {strategy}, per worker",
             ("figure", "bytes", "GiB", "formula"),
             rows,
         )
@@ -116,8 +128,9 @@ def plan(
     ep: Ep = False,
     fully_sharded: FullySharded = False,
     dtype: Dtype = "bfloat16",
-    moe_backend: MoeBackend = "triton",
+    moe_backend: MoeBackend = None,
     strategy: StrategyName = "offload",
+    why: Why = False,
     as_json: AsJson = False,
 ) -> None:
     """Does it fit, how far could it go, what would save memory. Exit code 0: fits, 1: does not, 2: cannot tell."""
@@ -150,6 +163,8 @@ def plan(
         _fail(error)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
+    elif why:
+        print("\n".join(result.why(answer.question) for answer in result.answers))
     else:
         verdict = "fits" if result.fits else "does not fit"
         rows = [(answer.question, answer.text(), answer.formula) for answer in result.answers]
@@ -168,7 +183,7 @@ def _options(
     ep: bool,
     fully_sharded: bool,
     dtype: str,
-    moe_backend: str,
+    moe_backend: str | None,
     strategy: str,
 ) -> dict[str, Any]:
     """Arguments of `footprint`."""
@@ -194,7 +209,18 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     from rich.table import Table
 
     # Plain: many narrow columns of figures, which must fit 80 characters.
-    table = Table(title=title or None, box=None if plain else box.HEAVY_HEAD, padding=(0, 2, 0, 0) if plain else (0, 1))
+    # Formulas are long: where they do not fit they are left to --why, so that figures stay on one line.
+    caption = None
+    widths = [max(map(len, column)) + 3 for column in zip(columns, *rows, strict=True)]
+    if columns[-1] == "formula" and sum(widths) + 1 > Console().width:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+        caption = "formulas: --why"
+    table = Table(
+        title=title or None,
+        caption=caption,
+        box=None if plain else box.HEAVY_HEAD,
+        padding=(0, 2, 0, 0) if plain else (0, 1),
+    )
     for index, column in enumerate(columns):
         numbers = column in ("bytes", "GiB") or (plain and index > 0)
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)

@@ -22,6 +22,7 @@ from lora_mem.buffers import (
     Tensor,
     adapter_parts,
     check_options,
+    check_sharded_ranks,
     packed_tensors,
     slot_groups,
     slot_tensors,
@@ -83,6 +84,7 @@ class Footprint:
     host_bytes: int
     host_pinned_bytes: int
     node_host_bytes: int
+    node_host_pinned_bytes: int
     gpu_resident_bytes: int
     gpu_sync_peak_bytes: int
     model: str
@@ -169,7 +171,7 @@ class Footprint:
         return Comparison(self, measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: the figures in bytes, the options, and each figure's formula and inputs."""
+        """Ready for JSON: figures in bytes, options, formulas and inputs, the GPU by phase, and each kind of module."""
         return {
             "model": self.model,
             **{name: getattr(self, name) for name in FIGURES},
@@ -179,6 +181,7 @@ class Footprint:
                 {"name": line.name, "bytes": line.bytes, "formula": line.formula, "inputs": dict(line.inputs)}
                 for line in self.lines
             ],
+            "phases": self.phases(),
             "modules": [row for holder in HOLDERS for row in self.rows(holder)],
         }
 
@@ -226,6 +229,7 @@ FIGURES = (
     "host_bytes",
     "host_pinned_bytes",
     "node_host_bytes",
+    "node_host_pinned_bytes",
     "gpu_resident_bytes",
     "gpu_sync_peak_bytes",
 )
@@ -345,7 +349,7 @@ def footprint(
     enable_mixed_moe_lora_format: bool = False,
     enable_moe_shared_loras: bool = False,
     lora_target_modules: Sequence[str] | None = None,
-    moe_backend: str = "triton",
+    moe_backend: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     scaling: float | None = None,
     is_3d_lora_weight: bool | None = None,
@@ -376,9 +380,10 @@ def footprint(
         enable_moe_shared_loras: vLLM's option: A of gate and up and B of down once for all experts.
         lora_target_modules: vLLM's deployment-wide `target_modules`: slots for these only. It takes runtime names
             (`qkv_proj`), whole paths, or packed children (`q_proj`).
-        moe_backend: what computes the routed experts. `triton` is for unquantized experts and keeps their sizes; the
-            others round the slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper.
-        rank_pattern: PEFT's, by name or regular expression.
+        moe_backend: what computes the routed experts. `triton` and `marlin` keep their sizes; the others round the
+            slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. To be named where the
+            checkpoint is quantized so that it matters; `triton` elsewhere.
+        rank_pattern: PEFT's, by name or regular expression; each must match a module that the adapter has.
         scaling: alpha / rank (or by rsLoRA's rule); None where it is not known. With 1 nothing is folded into B, so
             that vLLM keeps the staged B of dense modules as it is.
         is_3d_lora_weight: whether experts come as one tensor for all; as the model has them where it is not given.
@@ -405,11 +410,14 @@ def footprint(
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
             on the host). stage: slots + what may be under way: 64 MiB and the largest packed tensor, or the whole
             adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
+            vLLM lets an adapter that is replaced go before it packs the new one; the host holds both while the new one
+            is received.
         - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
             keep: 0. offload, stage: max_cpu_loras * (packed + staged - shared).
         - `host_pinned_bytes`: the same as it is page-locked. offload: as torch's pinned cache takes it, each tensor
           rounded up to a power of two. stage: lora_mem's own block, each tensor at a multiple of 256 bytes.
-        - `node_host_bytes`: exact bytes on one host with `workers_per_node` workers, each of which has its own.
+        - `node_host_bytes`, `node_host_pinned_bytes`: of all `workers_per_node` workers of a host, each of
+          which has its own.
 
     Raises:
         SizingError: an argument is not what vLLM allows, or does not fit the model.
@@ -445,6 +453,8 @@ def footprint(
     if workers_per_node is not None:
         workers = min(workers, whole_number("workers_per_node", workers_per_node))
     slots = slot_bytes(shape, options)
+    if options.fully_sharded_loras:
+        check_sharded_ranks(adapter_parts(shape, options), options)
     if pipeline_rank is None and pipeline_parallel_size > 1:
         stages = [replace(options, pipeline_rank=stage) for stage in range(pipeline_parallel_size)]
         slots, options = max(((slot_bytes(shape, stage), stage) for stage in stages), key=lambda pair: pair[0])
@@ -528,6 +538,7 @@ def combine(
         host_bytes=host,
         host_pinned_bytes=pinned,
         node_host_bytes=workers * host,
+        node_host_pinned_bytes=workers * pinned,
         gpu_resident_bytes=slots + (registered * both if strategy == "keep" else 0),
         gpu_sync_peak_bytes=slots + {"keep": registered * both, "offload": both, "stage": under_way}[strategy],
         model=shape.name,
@@ -591,6 +602,7 @@ _MEANING = {
     "host_bytes": "Pinned host memory with max_cpu_loras adapters registered, of exact size.",
     "host_pinned_bytes": "The same as it is page-locked: in torch's pinned cache (offload), in one block (stage).",
     "node_host_bytes": "Exact bytes of all workers of one host.",
+    "node_host_pinned_bytes": "The same as it is page-locked.",
     "gpu_resident_bytes": "What stays on the GPU through generation and training.",
     "gpu_sync_peak_bytes": "The most on the GPU while an adapter is brought in.",
 }
@@ -626,6 +638,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "slot_padding_bytes": ("slots * (max_lora_rank - rank) // max_lora_rank", {}),
         "host_pinned_bytes": _pinned_formula(result),
         "node_host_bytes": ("workers_per_node * host", {}),
+        "node_host_pinned_bytes": ("workers_per_node * host_pinned", {}),
     }
     if result.strategy == "stage":
         formulas |= {"staged_bytes": ("packed", {}), "shared_bytes": ("packed", {})}
@@ -650,6 +663,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "rank": options.rank,
         "workers_per_node": result.workers_per_node,
         "host": result.host_bytes,
+        "host_pinned": result.host_pinned_bytes,
     }
     for name in FIGURES:
         formula, inputs = formulas[name] if name in formulas else (by_strategy[name][result.strategy], {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from lora_mem.buffers import MAX_LORA_RANKS
+from lora_mem.buffers import MAX_LORA_RANKS, MOE_BACKENDS
 from lora_mem.footprints import STRATEGIES, footprint
 from lora_mem.layers import SizingError
 from lora_mem.shapes import known_models
@@ -31,6 +31,9 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         "tensor_parallel_size": widgets.Dropdown(options=[1, 2, 4, 8, 16], value=1, description="TP"),
         "enable_expert_parallel": widgets.Checkbox(value=False, description="expert parallel"),
         "fully_sharded_loras": widgets.Checkbox(value=False, description="fully sharded"),
+        "moe_backend": widgets.Dropdown(
+            options=[("the checkpoint's", None), *((name, name) for name in MOE_BACKENDS)], description="MoE backend"
+        ),
         "strategy": widgets.Dropdown(options=list(STRATEGIES), value="offload", description="strategy"),
     }
     output = widgets.HTML()

@@ -41,7 +41,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
           too for the second. A prediction counts `max_cpu_loras` adapters: compare when as many are there.
         - `host_pinned_bytes`: of the host bytes, the blocks of laid-out adapters, and every other tensor rounded up to
           a power of two, as torch's pinned cache takes it.
-        - `node_host_bytes`: host bytes times the workers of this host, which vLLM tells.
+        - `node_host_bytes`, `node_host_pinned_bytes`: host bytes times the workers of this host, which vLLM tells.
         - `gpu_sync_peak_bytes`: what these tensors had to take on the GPU at once while the adapter was brought in.
           A sum of the sizes above, since tensors do not tell of their past; the allocator's peak is for a profile. Of a
           laid-out adapter it is the slots and what may be under way, as in a prediction.
@@ -85,6 +85,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         "host_bytes": host_bytes,
         "host_pinned_bytes": pinned,
         "node_host_bytes": worker.workers_per_node * host_bytes,
+        "node_host_pinned_bytes": worker.workers_per_node * pinned,
         "gpu_resident_bytes": slot_bytes + sum(resident.values()),
         "gpu_sync_peak_bytes": slot_bytes + peak,
     }
@@ -101,6 +102,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         "host_bytes": ("sum over all adapters' distinct tensors on the host", {"adapters": len(adapters)}),
         "host_pinned_bytes": ("blocks of laid-out adapters + next power of two of every other tensor's bytes", {}),
         "node_host_bytes": ("workers_per_node * host", {"workers_per_node": worker.workers_per_node}),
+        "node_host_pinned_bytes": ("workers_per_node * host_pinned", {"workers_per_node": worker.workers_per_node}),
         "gpu_resident_bytes": ("slots + adapters on the GPU", {"slots": slot_bytes, "adapters": len(adapters)}),
         "gpu_sync_peak_bytes": ("slots + what bringing it in takes", {"slots": slot_bytes, "brought_in": peak}),
     }

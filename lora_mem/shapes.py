@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
@@ -17,13 +17,16 @@ from lora_mem.layers import Config, Experts, Group, Module, SizingError
 class ModelShape:
     """The modules of one model that vLLM can serve with LoRA, as groups of identical layers.
 
-    Sizes are those of the whole model; parallelism is `footprint`'s business.
+    Sizes are those of the whole model; parallelism is `footprint`'s business. `quantization` is the `quant_method` of
+    the checkpoint, which can change the slots of routed experts.
     """
 
     name: str
     architecture: str
     num_hidden_layers: int
     groups: tuple[Group, ...]
+    supports_pipeline: bool = True
+    quantization: str = ""
 
     @classmethod
     def from_config(cls, source: ModelShape | dict[str, Any] | str | Path) -> ModelShape:
@@ -72,6 +75,10 @@ class ModelShape:
         return f"ModelShape({self.name!r}, {self.architecture}, layers={self.num_hidden_layers}, modules={modules})"
 
 
+# Published with quantized experts; the table's facts say nothing of it.
+QUANTIZED = {"openai/gpt-oss-120b": "mxfp4", "openai/gpt-oss-20b": "mxfp4"}
+
+
 def known_models() -> tuple[str, ...]:
     """The hub names in the built-in table."""
     return tuple(_table())
@@ -99,7 +106,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @cache
 def _known(name: str) -> ModelShape:
-    return _build(_table()[name], name)
+    return replace(_build(_table()[name], name), quantization=QUANTIZED.get(name, ""))
 
 
 def _order(path: str) -> tuple[int, int]:
@@ -144,13 +151,18 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 def _from_hub(name: str) -> dict[str, Any]:
     """config.json of a hub repository, from huggingface_hub's cache or the network."""
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
     except ImportError:
         raise SizingError(
             "model", name, "is not in the built-in table; install huggingface_hub to look it up, or give a config.json"
         ) from None
     try:
-        path = hf_hub_download(name, "config.json")
+        path = try_to_load_from_cache(name, "config.json")
+        if not isinstance(path, str):
+            if not constants.HF_HUB_OFFLINE:
+                # Once, before the download, which would try for half a minute where there is no network.
+                get_session().head(constants.ENDPOINT, timeout=5)
+            path = hf_hub_download(name, "config.json")
     except Exception as error:  # the hub's errors are many: no such name, gated, offline, no network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise SizingError(
@@ -160,7 +172,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -173,11 +185,16 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
         if architecture in WITHOUT_LORA:
             raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
         if architecture in NOT_YET_KNOWN:
-            raise config.error(field, "is a model that is served with LoRA by vLLM 0.33, but not known here yet")
+            reason = NOT_YET_KNOWN[str(architecture)]
+            raise config.error(field, f"is served with LoRA by vLLM 0.33, but not known here yet: {reason}")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
     # A text model may keep its fields in text_config too; a multimodal one looks for its text model itself.
     groups = builder(text if str(architecture).endswith("ForCausalLM") else config)
     layers = 1 + max(index for group in groups for index in group.layers)
-    return ModelShape(where, str(architecture), layers, groups)
+    quantized = next(
+        (part.sub("quantization_config") for part in (config, text) if "quantization_config" in part), None
+    )
+    method = str(quantized.fields.get("quant_method", "")) if quantized is not None else ""
+    return ModelShape(where, str(architecture), layers, groups, architecture not in WITHOUT_PIPELINE, method)

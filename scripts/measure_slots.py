@@ -369,7 +369,8 @@ def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
     from lora_mem.buffers import worker_slots
     from lora_mem.footprints import footprint
 
-    result = footprint(config_of(case), rank=1, max_lora_rank=case.lora.get("max_lora_rank", 16), **_sizing(case))
+    rank = case.lora.get("max_lora_rank", 16)
+    result = footprint(config_of(case), rank=rank, max_lora_rank=rank, **_sizing(case))
     assert result.shape
     assert result.options
     slots = worker_slots(result.shape, result.options)

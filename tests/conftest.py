@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    # A deadline would measure how busy the machine is.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 # Before vllm is imported anywhere: the worker in this process, and no chatter.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -72,6 +72,17 @@ def test_an_adapter_is_sized_as_its_targets_are(tmp_path: Path) -> None:
     assert read_adapter(tmp_path, {**PEFT, "use_rslora": True}).scaling == 4
 
 
+def test_a_dense_adapter_of_a_rank_that_workers_cannot_share(tmp_path: Path) -> None:
+    """Fully sharded engines take it; routed experts of such a rank they do not."""
+    common: dict[str, Any] = {"tensor_parallel_size": 2, "fully_sharded_loras": True, "max_lora_rank": 8}
+    dense = {name: tensor for name, tensor in whole_adapter(3).items() if "experts" not in name}
+    assert read_adapter(write(tmp_path, dense), {**PEFT, "r": 3}).footprint(CONFIG, **common).slot_bytes
+    assert read_adapter(write(tmp_path, whole_adapter())).footprint(CONFIG, **common).slot_bytes
+    odd = read_adapter(write(tmp_path, whole_adapter(3)), {**PEFT, "r": 3})
+    with pytest.raises(SizingError, match="rank=3: must be a multiple of 2"):
+        odd.footprint(CONFIG, **common)
+
+
 def test_each_tensor_is_served_ignored_or_refused(tmp_path: Path) -> None:
     shapes = whole_adapter()
     shapes |= {"base_model.model.model.embed_tokens.base_layer.weight": (128, 32)}

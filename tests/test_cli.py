@@ -29,6 +29,37 @@ def test_size_as_a_table() -> None:
     assert "6.1875" in done.stdout
 
 
+def test_tables_fit_80_columns_with_each_figure_on_one_line() -> None:
+    plan = ("plan", "Qwen/Qwen3-30B-A3B", "--rank", "64", "--gpu", "H200", "--weights", "57")
+    for command in (("size", "Qwen/Qwen3-30B-A3B", "--rank", "64"), plan):
+        done = lora_mem(*command)
+        lines = done.stdout.splitlines()
+        assert done.returncode == 0
+        assert max(map(len, lines)) <= 80
+        assert len(lines) == 6 + sum(line.startswith("│") for line in lines)
+        explained = lora_mem(*command, "--why")
+        assert "gpu_resident" in explained.stdout
+        assert "[" in explained.stdout
+
+
+def test_phases_of_a_colocated_run() -> None:
+    command = ("size", "Qwen/Qwen3-30B-A3B", "--rank", "64", "--target-modules", "experts", "--strategy", "keep")
+    shown = lora_mem(*command, "--phases").stdout.splitlines()
+    assert [line.split()[0] for line in shown[-4:]] == ["rest", "sync", "generation", "training"]
+    assert shown[-1].split()[1:] == ["0", "13,287,555,072", "12.3750", "GiB"]
+    assert json.loads(lora_mem(*command, "--json").stdout)["phases"]["training"] == {
+        "slots": 0,
+        "adapters": 13_287_555_072,
+    }
+
+
+def test_quantized_experts_need_the_backend_named() -> None:
+    bare = lora_mem("size", "openai/gpt-oss-20b", "--rank", "16")
+    assert bare.returncode == 2
+    assert "moe_backend=None: must be named" in bare.stderr
+    assert lora_mem("size", "openai/gpt-oss-20b", "--rank", "16", "--moe-backend", "mxfp4_marlin").returncode == 0
+
+
 def test_every_option_arrives() -> None:
     adapter = ("--rank", "8", "--target-modules", "q_proj,o_proj", "--dtype", "float32")
     slots = ("--max-lora-rank", "32", "--max-loras", "2", "--max-cpu-loras", "4", "--tp", "2", "--fully-sharded")

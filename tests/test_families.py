@@ -51,7 +51,7 @@ def name_of(fact: dict[str, Any]) -> str:
 @pytest.mark.parametrize("fact", FACTS, ids=name_of)
 def test_slots_are_what_vllm_made(fact: dict[str, Any]) -> None:
     config = cut(known_config(fact["model"]), fact["layers"])
-    result = footprint(config, rank=1, **fact["options"])
+    result = footprint(config, **{"rank": fact["options"]["max_lora_rank"], **fact["options"]})
     assert result.shape
     assert result.options
     found: dict[str, Counter[str]] = defaultdict(Counter)
@@ -66,7 +66,7 @@ def test_slots_are_what_vllm_made(fact: dict[str, Any]) -> None:
 def test_each_family_has_the_modules_and_bytes_that_vllm_made(fact: dict[str, Any]) -> None:
     config = cut(known_config(fact["model"]), fact["layers"]) if "model" in fact else fact["config"]
     for slots in fact["slots"]:
-        result = footprint(config, rank=1, max_lora_rank=16, **slots["options"])
+        result = footprint(config, rank=16, max_lora_rank=16, **slots["options"])
         assert result.shape
         assert result.options
         modules = sum(1 for _ in worker_slots(result.shape, result.options))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lora_mem.buffers import MAX_LORA_RANKS, worker_slots
 from lora_mem.footprints import FIGURES, Footprint, footprint
 from lora_mem.layers import SizingError
-from lora_mem.shapes import ModelShape
+from lora_mem.shapes import ModelShape, known_config
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -175,6 +175,7 @@ def test_each_worker_of_a_node_has_a_copy_of_its_own() -> None:
     offload, stage = (footprint(config(), strategy=name, **common) for name in ("offload", "stage"))
     assert offload.node_host_bytes == 8 * offload.host_bytes
     assert stage.node_host_bytes == 8 * stage.host_bytes
+    assert offload.node_host_pinned_bytes == 8 * offload.host_pinned_bytes
     split = footprint(config(), strategy="stage", enable_expert_parallel=True, **common)
     assert split.node_host_bytes == stage.host_bytes
     assert footprint(config(), workers_per_node=4, **common).node_host_bytes == 4 * offload.host_bytes
@@ -266,7 +267,7 @@ def test_slots_equal_brute_force(
     ep, fs = mode == "ep", mode == "fs"
     result = footprint(
         fields,
-        rank=1,
+        rank=lora_rank,
         max_lora_rank=lora_rank,
         max_loras=loras,
         tensor_parallel_size=tp,
@@ -325,7 +326,49 @@ def test_a_moe_backend_that_rounds_sizes_up() -> None:
     for tp, inter in ((1, 2944), (4, 768)):
         result = footprint("openai/gpt-oss-20b", tensor_parallel_size=tp, **common)
         assert expert_slots(result) == 24 * 32 * 16 * (3072 + inter + 2 * inter + 3072) * 2
-        assert result.packed_bytes == footprint("openai/gpt-oss-20b", rank=16).packed_bytes
+        assert result.packed_bytes == footprint("openai/gpt-oss-20b", rank=16, moe_backend="triton").packed_bytes
+
+
+def test_quantized_experts_whose_slots_depend_on_the_backend() -> None:
+    mxfp4 = config(quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(SizingError, match="moe_backend=None: must be named: the experts of config are in mxfp4"):
+        footprint(mxfp4, rank=8)
+    assert footprint(mxfp4, rank=8, moe_backend="triton").slot_bytes == footprint(config(), rank=8).slot_bytes
+    with pytest.raises(SizingError, match="are in a_new_one"):
+        footprint(config(quantization_config={"quant_method": "a_new_one"}), rank=8)
+    # What keeps sizes, and what has no experts, needs no name.
+    assert footprint(config(quantization_config={"quant_method": "fp8"}), rank=8)
+    dense = known_config("Qwen/Qwen3-8B") | {"quantization_config": {"quant_method": "mxfp4"}}
+    assert footprint(dense, rank=8)
+    # Online fp8 by blocks rounds up to 128, MXFP4's emulation to 32.
+    for backend, multiple in (("fp8_per_block", 128), ("mxfp4_emulation", 32)):
+        odd = footprint(config(hidden_size=48, moe_intermediate_size=20), rank=8, moe_backend=backend)
+        hidden, inter = -(-48 // multiple) * multiple, -(-20 // multiple) * multiple
+        assert expert_slots(odd) == 2 * 8 * 8 * 3 * (hidden + inter) * 2
+
+
+def test_ranks_that_fully_sharded_experts_cannot_be_sliced_by() -> None:
+    common: dict[str, Any] = {"max_lora_rank": 16, "tensor_parallel_size": 4, "fully_sharded_loras": True}
+    with pytest.raises(
+        SizingError, match=r"rank=6: must be a multiple of 4 .*slices the rank of model\.layers\.\*\.mlp"
+    ):
+        footprint(config(), rank=6, **common)
+    with pytest.raises(SizingError, match="rank=2: must be a multiple of 4"):
+        footprint(config(), rank=4, rank_pattern={r".*experts\..*": 2}, **common)
+    # vLLM leaves the last workers' part of a dense module empty.
+    assert footprint(config(), rank=6, target_modules="q_proj", **common)
+    assert footprint(config(), rank=6, **common | {"fully_sharded_loras": False})
+
+
+def test_a_rank_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(
+        SizingError, match="rank_pattern='x_proj': matches no module of config that the adapter targets"
+    ):
+        footprint(config(), rank=8, rank_pattern={"q_proj": 4, "x_proj": 2})
+    with pytest.raises(SizingError, match="rank_pattern='down_proj': matches no module"):
+        footprint(config(), rank=8, target_modules="q_proj", rank_pattern={"down_proj": 4})
+    last_expert = footprint(config(), rank=8, rank_pattern={r".*layers\.1\..*q_proj": 4})
+    assert last_expert.packed_bytes < footprint(config(), rank=8).packed_bytes
 
 
 # Bad input
@@ -338,6 +381,8 @@ def test_a_moe_backend_that_rounds_sizes_up() -> None:
         ({"rank": -3}, "rank=-3: must be"),
         ({"rank": 8.0}, "rank=8.0: must be a whole number"),
         ({"rank": True}, "rank=True: must be a whole number"),
+        ({"target_modules": None}, "target_modules=None: must be all-linear, or one or more names"),
+        ({"target_modules": 3}, "target_modules=3: must be all-linear"),
         ({"rank": 513}, "rank=513: must be at most 512"),
         ({"max_lora_rank": 12}, "max_lora_rank=12: must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512"),
         ({"max_lora_rank": 8}, "max_lora_rank=8: must be at least the adapter's rank, which is 16"),
@@ -406,10 +451,11 @@ def test_the_result_shows_itself() -> None:
         result.why("nothing")
 
 
-def test_each_line_evaluates_to_its_figure() -> None:
-    result = footprint(QWEN, rank=64, max_loras=2, max_cpu_loras=3)
+@pytest.mark.parametrize(("strategy", "sums"), [("keep", 4), ("offload", 5), ("stage", 3)])
+def test_each_line_evaluates_to_its_figure(strategy: Any, sums: int) -> None:
+    result = footprint(QWEN, rank=64, max_loras=2, max_cpu_loras=3, tensor_parallel_size=2, strategy=strategy)
     evaluated = [line for line in result.lines if "sum" not in line.formula]
-    assert len(evaluated) == 5
+    assert len(evaluated) == len(FIGURES) - sums
     for line in evaluated:
         assert eval(line.formula, {}, dict(line.inputs)) == line.bytes
     for holder, name in (("packed", "packed_bytes"), ("staged", "staged_bytes"), ("slots", "slot_bytes")):

@@ -101,6 +101,14 @@ def test_a_hub_name_is_read_from_the_hubs_cache_without_a_network(tmp_path: Path
     assert error.startswith("model='someone/else': is not in the built-in table and could not be read from the hub")
 
 
+def test_a_hub_that_cannot_be_reached_is_given_up_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    code = "from lora_mem.shapes import ModelShape; ModelShape.from_config('someone/else')"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=15)
+    assert "could not be read from the hub" in done.stderr
+
+
 def test_architecture_comes_from_model_type_where_it_is_missing() -> None:
     assert ModelShape.from_config(without("architectures")).architecture == "Qwen3MoeForCausalLM"
 

@@ -21,7 +21,7 @@ from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
 
-from lora_mem import vllm_hook
+from lora_mem import checking, vllm_hook
 from lora_mem.checking import AdapterError
 from lora_mem.host_memory import HostBlock
 from lora_mem.staging import Layout, Receiver, StagedAdapter
@@ -318,6 +318,34 @@ def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     expected = vllm_slots(manager, layer, tensors, config, False, None)
     assert any(".gate_proj" in name for name in looked_for)  # vLLM's own model has them one by one
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("layout", ["fused", "mixed_fused"])
+@pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"target_modules": ["q_proj"]}], ids=str)
+def test_fused_experts_as_peft_makes_them(layout, lora, hook):
+    """transformers 5 holds routed experts as parameters; PEFT reaches them by `target_parameters`."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        **{"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8},
+    )
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"r": RANK, "lora_alpha": 3 * RANK, "target_modules": [], "target_parameters": parameters, **lora}
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **lora))
+    everything = peft.get_peft_model_state_dict(model)
+    tensors = {name: tensor for name, tensor in everything.items() if "experts" in name}
+    assert len(tensors) == 4
+    adapter_config = checking.plain_config(model.peft_config["default"])
+    manager, layer = worker(layout)
+    expected = vllm_slots(manager, layer, tensors, adapter_config, True, None)
+    receiver = receive(manager, tensors, adapter_config, [[name] for name in reversed(tensors)])
+    slots = staged_slots(manager, layer, receiver, adapter_config, True)
+    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    assert any(buffer.any() for buffer in slots.values())
+    # What the config announces is what arrives.
+    assert vllm_hook._announced_bytes(manager, adapter_config) == receiver.block.nbytes
 
 
 def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
