@@ -57,6 +57,7 @@ def plot_holders(footprints: Mapping[str, Footprint] | Sequence[Footprint], ax: 
         for label in ax.get_xticklabels():
             label.set_horizontalalignment("right")
     ax.set_ylabel("GiB per worker")
+    ax.margins(y=0.35)  # room for the legend
     handles = [Patch(color=COLOURS[holder], label=holder) for holder in ("slots", "packed", "staged")]
     ax.legend(handles=[*handles, Patch(facecolor="#bbbbbb", hatch="///", edgecolor="white", label="on the host")])
     return ax
@@ -72,6 +73,7 @@ def plot_phases(footprint: Footprint, ax: Axes | None = None, *, sleep_mode: boo
         ax.bar(list(phases), heights, bottom=bottom, label=holder, color=COLOURS[holder])
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     ax.set_ylabel("GiB per worker")
+    ax.margins(y=0.35)  # room for the legend
     ax.set_title(f"{footprint.model} ({footprint.strategy})")
     ax.legend()
     return ax
