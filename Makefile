@@ -10,8 +10,8 @@ else
 PY := .venv/bin/python
 endif
 
-# Torch's profiler, vLLM and progress bars write to stderr, which nbval compares.
-QUIET := KINETO_LOG_LEVEL=6 VLLM_LOGGING_LEVEL=ERROR LORA_MEM_PROGRESS=0
+# Torch, its profiler, vLLM and progress bars write to stderr, which nbval compares.
+QUIET := KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR VLLM_LOGGING_LEVEL=ERROR LORA_MEM_PROGRESS=0
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help env demo test notebooks lab clean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_mem.footprints import GIB, Footprint
@@ -11,13 +11,14 @@ from lora_mem.planning import sweep
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from lora_mem.profiling import Memory, Profile
+    from lora_mem.profiling import Memory, Phase, Profile
     from lora_mem.results import Bench, Sync
 
 PHASE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+PARTS = ("activate", "pack", "build", "offload", "stage", "load", "rebuild")  # one colour each in all figures
 
 STRATEGY_COLOURS = {"keep": "#ee6677", "offload": "#ccbb44", "stage": "#4477aa"}
-COLOURS = {"slots": "#4477aa", "packed": "#ee6677", "staged": "#ccbb44", "adapters": "#ee6677"}
+COLOURS = {"slots": "#4477aa", "packed": "#ee6677", "registered": "#ee6677", "staged": "#ccbb44", "adapters": "#ee6677"}
 
 
 def _axes(ax: Axes | None) -> Axes:
@@ -153,22 +154,12 @@ def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes
 
 
 def plot_sync(bench: Bench, ax: Axes | None = None) -> Axes:
-    """Bars of one rank by strategy: first and last sync, transport included, and the rebuild; seconds above each."""
-    ax = _axes(ax)
-    strategies = list(dict.fromkeys(sync.strategy for sync in bench.syncs))
-    for place, strategy in enumerate(strategies):
-        first, *_, last = [sync for sync in bench.syncs if sync.strategy == strategy]
-        bars = {"first sync": first.seconds, "sync": last.seconds, "rebuild": last.rebuilding}
-        for number, (name, seconds) in enumerate(bars.items()):
-            colour = PHASE_COLOURS[number]
-            bar = ax.bar(
-                place + (number - 1) * 0.27, seconds, width=0.25, color=colour, label=name if not place else ""
-            )
-            ax.bar_label(bar, fmt="%.2f", fontsize="small")
-    ax.set_xticks(range(len(strategies)), strategies)
-    ax.set_ylabel("seconds")
+    """Bars of one rank by strategy, in seconds: first and last sync, transport included, and the rebuild."""
+    last = {sync.strategy: sync.seconds for sync in bench.syncs}
+    first = {**last, **{sync.strategy: sync.seconds for sync in reversed(bench.syncs)}}
+    rebuild = {sync.strategy: sync.rebuilding for sync in bench.syncs}
+    ax = plot_bars({"first sync": first, "sync": last, "rebuild": rebuild}, "seconds", ax)
     ax.set_title(f"{bench.model}, {bench.layers} layers, rank {bench.rank}", fontsize="medium")
-    ax.legend()
     return ax
 
 
@@ -189,15 +180,44 @@ def _rank_axis(ax: Axes, benches: Sequence[Bench]) -> None:
     ax.set_title(f"{benches[0].model}, {benches[0].layers} layers, {benches[0].device}", fontsize="medium")
 
 
+def plot_bars(values: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | None = None) -> Axes:
+    """Grouped bars: for each series its value in each group, with the figure above it.
+
+    Args:
+        values: by series, then by group.
+        unit: of the values, for the axis.
+        ax: where to draw.
+    """
+    ax = _axes(ax)
+    longest_first = sorted(values.values(), key=len, reverse=True)
+    groups = list(dict.fromkeys(group for series in longest_first for group in series))
+    width = 0.8 / len(values)
+    for number, (label, series) in enumerate(values.items()):
+        places = [groups.index(group) + (number - (len(values) - 1) / 2) * width for group in series]
+        bars = ax.bar(places, list(series.values()), width * 0.9, label=label, color=PHASE_COLOURS[number])
+        ax.bar_label(bars, fmt="%.3g", fontsize="x-small")
+    ax.margins(y=0.1)
+    ax.set_xticks(range(len(groups)), groups)
+    ax.set_ylabel(unit)
+    if len(values) > 1:
+        ax.legend(fontsize="small")
+    return ax
+
+
+def _phase_colours(names: Iterable[str]) -> dict[str, str]:
+    """The parts of a load have their own colours; other phases follow."""
+    order = [*PARTS, *(name for name in dict.fromkeys(names) if name not in PARTS)]
+    return {name: PHASE_COLOURS[number % len(PHASE_COLOURS)] for number, name in enumerate(order)}
+
+
 def plot_profile(profile: Profile, ax: Axes | None = None) -> Axes:
     """Bars of a profile's phases over time, one row for each name and depth; milliseconds, summed up at the end."""
     ax = _axes(ax)
-    names = list(dict.fromkeys(phase.name for phase in profile.phases))
+    colours = _phase_colours(phase.name for phase in profile.phases)
     rows = list(dict.fromkeys((phase.depth, phase.name) for phase in profile.phases))
     for phase in profile.phases:
         row = rows.index((phase.depth, phase.name))
-        colour = PHASE_COLOURS[names.index(phase.name) % len(PHASE_COLOURS)]
-        ax.barh(row, phase.seconds * 1e3, left=phase.start * 1e3, color=colour)
+        ax.barh(row, phase.seconds * 1e3, left=phase.start * 1e3, color=colours[phase.name])
     for row, key in enumerate(rows):
         same = [phase for phase in profile.phases if (phase.depth, phase.name) == key]
         text = f" {sum(phase.seconds for phase in same) * 1e3:.1f} ms" + (f" in {len(same)}" if len(same) > 1 else "")
@@ -248,3 +268,90 @@ def plot_memory(profile: Profile, ax: Axes | None = None) -> Axes:
     ax.set_ylabel(f"{unit} above the beginning")
     ax.legend(fontsize="small")
     return ax
+
+
+def plot_parts(phases: Mapping[str, Iterable[Phase]], ax: Axes | None = None) -> Axes:
+    """One bar for each label, of phases that follow one another; milliseconds."""
+    ax = _axes(ax)
+    rows = {label: list(parts) for label, parts in phases.items()}
+    longest_first = sorted(rows.values(), key=len, reverse=True)
+    names = list(dict.fromkeys(phase.name for parts in longest_first for phase in parts))
+    colours = _phase_colours(names)
+    for number, name in enumerate(names):
+        values = [sum(phase.seconds for phase in parts if phase.name == name) * 1e3 for parts in rows.values()]
+        before = [
+            sum(phase.seconds for phase in parts if names.index(phase.name) < number) * 1e3 for parts in rows.values()
+        ]
+        ax.barh(list(rows), values, left=before, label=name, color=colours[name])
+    for row, parts in enumerate(rows.values()):
+        total = sum(phase.seconds for phase in parts) * 1e3
+        ax.annotate(f" {total:.1f} ms", (total, row), va="center", fontsize="small")
+    ax.set_xlim(0, max(sum(phase.seconds for phase in parts) for parts in rows.values()) * 1.15e3)
+    ax.invert_yaxis()
+    ax.set_xlabel("milliseconds")
+    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(names))
+    return ax
+
+
+def plot_lives(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Axes:
+    """Where an adapter is, phase by phase and strategy by strategy: on the GPU upwards, on the host downwards.
+
+    Args:
+        lives: `Life.to_dict()` of each strategy; slots are left out, which are the same in all.
+        ax: where to draw.
+    """
+    ax = _axes(ax)
+    phases = [name for name in _life_phases(lives) if name != "rest"]
+    most = max(
+        sum(sum(phase["holders"][holder].values()) for holder in ("registered", "staged"))
+        for life in lives
+        for phase in life["phases"]
+    )
+    unit, scale = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+    width = 0.8 / len(lives)
+    for number, life in enumerate(lives):
+        for phase in life["phases"]:
+            if phase["name"] not in phases:
+                continue
+            x = phases.index(phase["name"]) + (number - (len(lives) - 1) / 2) * width
+            up = down = 0.0
+            for holder in ("registered", "staged"):
+                sizes = phase["holders"][holder]
+                host = sizes.get("cpu", 0) / scale
+                gpu = sum(sizes.values()) / scale - host
+                colour = COLOURS[holder]
+                ax.bar(x, gpu, width * 0.9, bottom=up, color=colour)
+                ax.bar(x, -host, width * 0.9, bottom=-down, color=colour, alpha=0.45)
+                up, down = up + gpu, down + host
+            ax.annotate(life["strategy"], (x, up), ha="center", va="bottom", rotation=90, fontsize="x-small")
+    for holder in ("registered", "staged"):
+        ax.bar(0, 0, color=COLOURS[holder], label=f"{holder}, on the GPU")
+        ax.bar(0, 0, color=COLOURS[holder], alpha=0.45, label=f"{holder}, on the host")
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set_xticks(range(len(phases)), phases)
+    ax.use_sticky_edges = False  # else the axis ends where the bars begin, and the names lie outside
+    ax.margins(y=0.2)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    ax.set_ylabel(f"{unit}: on the host below, on the GPU above")
+    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
+    return ax
+
+
+def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Axes:
+    """How long each phase of an adapter's life takes, strategy by strategy; milliseconds, logarithmic.
+
+    Arguments as for `plot_lives`.
+    """
+    values = {
+        life["strategy"]: {p["name"]: p["milliseconds"] for p in life["phases"] if p["name"] != "rest"}
+        for life in lives
+    }
+    ax = plot_bars(values, "milliseconds", ax)
+    ax.set_yscale("log")
+    return ax
+
+
+def _life_phases(lives: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the phases of all lives, in order."""
+    longest = max(lives, key=lambda life: len(life["phases"]))
+    return [phase["name"] for phase in longest["phases"]]

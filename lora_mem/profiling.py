@@ -190,6 +190,17 @@ class Profile:
             raise KeyError(f"no phase {name!r} of number {number}: there are {len(found)}; phases are {names}")
         return found[number - 1]
 
+    def parts(self, phase: Phase) -> tuple[Phase, ...]:
+        """The phases that lie in one of this profile's, and in no other one in between."""
+        parts = []
+        place = next(index for index, found in enumerate(self.phases) if found is phase)
+        for found in self.phases[place + 1 :]:
+            if found.depth <= phase.depth:
+                break
+            if found.depth == phase.depth + 1:
+                parts.append(found)
+        return tuple(parts)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; bytes and seconds."""
         values = dataclasses.asdict(self)
@@ -345,7 +356,7 @@ class Profiler:
         place, depth, error = len(self._phases), self._depth, ""
         self._phases.append(None)
         self._depth += 1
-        frame = _Frame(self._memory_at_border())
+        frame = _Frame(memory_and_peak(self._device)[0])
         _frames.append(frame)
         try:
             self._wait()
@@ -362,7 +373,7 @@ class Profiler:
             error = f"{type(raised).__name__}: {raised}"
             raise
         finally:
-            after = self._memory_at_border()
+            after = memory_and_peak(self._device)[0]
             _frames.remove(frame)
             self._depth = depth
             self._events[place] = frame.events
@@ -384,6 +395,8 @@ class Profiler:
         """Begin; the profiler itself."""
         if self._block is not None:
             raise RuntimeError("this profile is running already; make another one with profile()")
+        if any(other._device != self._device for other in _open):
+            raise RuntimeError("a profile of another device is open: torch's peak counters are read for one at a time")
         block = self._run()
         block.__enter__()
         self._block = block
@@ -564,14 +577,18 @@ class Profiler:
     def _memory(self) -> Memory:
         return _memory(self._device)[0]
 
-    def _memory_at_border(self) -> Memory:
-        """Memory now; every open phase learns of the peak up to here, and torch's peak counters begin anew."""
-        now, most = _memory(self._device)
-        for frame in _frames:
-            frame.peak = _most([frame.peak, most])
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return now
+
+def memory_and_peak(device: int | None = None) -> tuple[Memory, Memory]:
+    """Memory now, and with torch's peaks since the last call; every open phase learns of them.
+
+    Use it in place of `torch.cuda.reset_peak_memory_stats` in code that is profiled: the counters are one for all.
+    """
+    now, most = _memory(device)
+    for frame in _frames:
+        frame.peak = _most([frame.peak, most])
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
+    return now, most
 
 
 def _memory(device: int | None) -> tuple[Memory, Memory]:
@@ -631,19 +648,14 @@ def read_trace(path: str | Path) -> tuple[TracedPhase, ...]:
     Args:
         path: of a Chrome trace, `.json` or `.json.gz`.
     """
-    path = Path(path)
-    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
-    if not events:
-        return ()
-    zero = min(event["ts"] for event in events)
+    events = _events(path)
+    zero = min((event["ts"] for event in events), default=0)
     kernels = [event for event in events if event.get("cat") == "kernel"]
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     to_host = [event for event in copies if "DtoH" in event["name"]]
     to_device = [event for event in copies if "HtoD" in event["name"]]
-    ranges = [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(RANGE)]
     found = []
-    for event in sorted(ranges, key=lambda e: (e["ts"], -e["dur"])):
+    for event in sorted(_ranges(events), key=lambda e: (e["ts"], -e["dur"])):
         begin, end = event["ts"], event["ts"] + event["dur"]
         busy = _spans(kernels, begin, end)
         down, up = _spans(to_host, begin, end), _spans(to_device, begin, end)
@@ -674,6 +686,49 @@ def _write_trace(tracer: Any, path: Path, ops: bool) -> Path:
         text = json.dumps(trace).encode()
         path.write_bytes(gzip.compress(text) if packed else text)
     return path
+
+
+def trace_frame(path: str | Path) -> Any:
+    """What ran in a trace that `profile` wrote, by phase, as a pandas DataFrame, the longest first.
+
+    Args:
+        path: of a Chrome trace, `.json` or `.json.gz`.
+
+    Columns: phase (the innermost), kind ("op": torch's outermost operators on the host; "kernel" and "copy" on the
+    device), name, calls, milliseconds.
+    """
+    import pandas as pd
+
+    events = _events(path)
+    ranges = sorted(_ranges(events), key=lambda event: event["ts"])
+    rows: dict[tuple[str, str, str], list[float]] = {}
+    ended: dict[Any, float] = {}
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        kind = {"cpu_op": "op", "kernel": "kernel", "gpu_memcpy": "copy"}.get(str(event.get("cat")))
+        around = [r for r in ranges if r["ts"] <= event["ts"] < r["ts"] + r["dur"]]
+        if kind is None or not around:
+            continue
+        if kind == "op":
+            if event["ts"] < ended.get(event["tid"], 0):
+                continue  # inside another operator
+            ended[event["tid"]] = event["ts"] + event["dur"]
+        name = str(around[-1]["name"]).removeprefix(RANGE)
+        row = rows.setdefault((name, kind, str(event["name"])), [0, 0.0])
+        row[0] += 1
+        row[1] += event["dur"] / 1e3
+    found = [{"phase": p, "kind": k, "name": n, "calls": c, "milliseconds": ms} for (p, k, n), (c, ms) in rows.items()]
+    frame = pd.DataFrame(found, columns=["phase", "kind", "name", "calls", "milliseconds"])
+    return frame.sort_values("milliseconds", ascending=False, ignore_index=True)
+
+
+def _events(path: str | Path) -> list[dict[str, Any]]:
+    path = Path(path)
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
+
+
+def _ranges(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(RANGE)]
 
 
 Span = tuple[float, float]

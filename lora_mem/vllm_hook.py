@@ -250,10 +250,10 @@ def status() -> HookStatus:
                 laid_out=bool(stage.parts),
                 why_not_laid_out=stage.why_not_laid_out,
                 tensors=len(stage.held()),
-                staged_bytes=_bytes_by_device(stage.held()),
+                staged_bytes=bytes_by_device(stage.held()),
                 pinned=all(tensor.is_pinned() for tensor in stage.held()),
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
-                loaded=any(_registered(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
+                loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
             for stage in _staged.values()
@@ -544,7 +544,7 @@ def _forget(lora_int_id: int) -> bool:
     if stage is None:
         return False
     for manager in list(stage.registered_in):
-        if _registered(manager, lora_int_id) in _models:
+        if registered_model(manager, lora_int_id) in _models:
             manager.remove_adapter(lora_int_id)
     return True
 
@@ -579,7 +579,7 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
     if stage is not None:
         groups.append([(stage.tensors, key) for key in stage.tensors])
     if registered is not None:
-        groups.append(list(_places(registered)))
+        groups.append(list(places(registered)))
     # vLLM reports device synchronisation inside a step unless it is announced.
     with gpu_sync_allowed():
         moved = offload.move_to_host(groups, pin=_pin_memory() if pin is None else pin)
@@ -601,12 +601,10 @@ def holders(manager: Any) -> dict[str, dict[str, int]]:
     result = {}
     adapter_manager = manager._adapter_manager
     slots = [tensor for module in adapter_manager.modules.values() for tensor in slot_buffers(module).values()]
-    result["slots"] = _bytes_by_device(slots, seen)
-    registered = [
-        offload._read(place) for model in adapter_manager.list_adapters().values() for place in _places(model)
-    ]
-    result["registered"] = _bytes_by_device(registered, seen)
-    result["staged"] = _bytes_by_device([tensor for stage in _staged.values() for tensor in stage.held()], seen)
+    result["slots"] = bytes_by_device(slots, seen)
+    registered = [offload._read(place) for model in adapter_manager.list_adapters().values() for place in places(model)]
+    result["registered"] = bytes_by_device(registered, seen)
+    result["staged"] = bytes_by_device([tensor for stage in _staged.values() for tensor in stage.held()], seen)
     return result
 
 
@@ -807,7 +805,7 @@ def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
             with _recorded("build"):
                 model = original(manager, request)
             # A directory's adapter is built on the host. One that is not came from another in-memory loader.
-            on_device = not _inactive_because and any(offload._read(p).device.type != "cpu" for p in _places(model))
+            on_device = not _inactive_because and any(offload._read(p).device.type != "cpu" for p in places(model))
         else:
             with _recorded("build"):
                 model = _load_staged(original, manager, request)
@@ -1233,7 +1231,7 @@ def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
     if lora_int_id in _staged:
         raise AdapterError(f"lora_int_id {lora_int_id} is in use by {_staged[lora_int_id].name!r}: drop_adapter, {how}")
     for manager in _engines():
-        if _registered(manager, lora_int_id) is not None:
+        if registered_model(manager, lora_int_id) is not None:
             raise AdapterError(
                 f"lora_int_id {lora_int_id} is in use: vLLM has an adapter registered that is not staged here; take it "
                 f"out with LLM.llm_engine.remove_lora({lora_int_id}), {how}"
@@ -1528,7 +1526,7 @@ def _expert_help(adapters: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _places(model: LoRAModel) -> Iterator[offload.Place]:
+def places(model: LoRAModel) -> Iterator[offload.Place]:
     """Where a registered model holds its tensors: factors, single or per slice, and full modules."""
     for module in (*model.loras.values(), *getattr(model, "modules_to_save", {}).values()):
         yield from _lora_places(module)
@@ -1553,12 +1551,12 @@ def _lora_places(module: Any) -> Iterator[offload.Place]:
             yield module, factor
 
 
-def _registered(manager: Any, lora_int_id: int) -> Any:
+def registered_model(manager: Any, lora_int_id: int) -> Any:
     """The model that vLLM has registered under an id, without touching its place in the cache."""
     return manager._adapter_manager.list_adapters().get(lora_int_id)
 
 
-def _bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
+def bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
     """Bytes on each device; memory that was counted already is left out."""
     seen = set() if seen is None else seen
     result: dict[str, int] = {}
