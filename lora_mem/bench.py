@@ -118,7 +118,7 @@ def run_in(
 
     say(f"rank {rank}: page-locking")
     with _timed() as reserving:
-        packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1)
+        packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)
     if strategies[0] != "stage":
         vllm_hook.trim()  # not to be counted as held by the others
     link, slot_copy = _link(packed_bytes, device)
@@ -134,7 +134,8 @@ def run_in(
             continue
         vllm_hook.install(strategy)
         if strategy == "stage":
-            vllm_hook.reserve(transport.adapter_config)  # ahead of the first sync, as a trainer does at its start
+            # Ahead of the first sync, as a trainer does at its start.
+            vllm_hook.reserve(transport.adapter_config, wait=True)
             streamed = _streamed(transport, packed_bytes)
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
@@ -227,8 +228,8 @@ class Transport:
     def seconds(self, version: int) -> float:
         """How long making all of them takes, each chunk dropped as the next comes."""
         with _timed() as elapsed:
-            for _ in self.chunks(version):
-                pass
+            for chunk in self.chunks(version):
+                del chunk
         return elapsed()
 
 

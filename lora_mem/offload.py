@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem.host_memory import HostBlock, aligned, copied
+from lora_mem.host_memory import HostBlock, aligned, copied, view_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -122,14 +122,6 @@ def release_device_memory() -> None:
         return
     torch.cuda.ipc_collect()
     torch.cuda.empty_cache()
-
-
-def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that show the same memory in the same way. Valid while the tensor is alive."""
-    storage = tensor.untyped_storage()
-    # A meta tensor has no address; its storage object tells it apart.
-    address = tensor.data_ptr() if tensor.device.type != "meta" else (storage._cdata, tensor.storage_offset())
-    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def memory(tensors: Iterable[torch.Tensor]) -> dict[tuple[str, int], int]:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from lora_mem import checking, offload
 from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
-from lora_mem.host_memory import HostBlock, copied
+from lora_mem.host_memory import Arena, HostBlock, copied, view_key
 from lora_mem.staging import Layout, Receiver, StagedAdapter
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ old request, used again, would run the new weights on the old blocks.
 
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
 _METHODS = ("_load_adapter", "add_adapter", "create_lora_manager")
+_PACKING = "_create_merged_loras_inplace"
 
 # Fields of a PEFT config that decide where an adapter's tensors go, and how many such layouts are remembered: each
 # holds what was read from every tensor's name.
@@ -73,8 +74,7 @@ _open: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
 # Every model that was made here and is alive: vLLM tells adapters apart by id only, and an id can change hands.
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# Blocks that no adapter uses now, to receive the next version in: page-locking anew would cost a second a sync.
-_blocks: list[tuple[HostBlock, weakref.WeakSet[Any]]] = []
+_arena = Arena()
 
 # Loads whose adapter has yet to leave the GPU: (id of the manager, adapter id). Empty but for the time of a load,
 # which is what makes a repeated add_adapter of a loaded adapter cost one look at it.
@@ -115,13 +115,12 @@ def install(strategy: Strategy = "stage") -> None:
             )
     _strategy = strategy
     _inactive_because = ""
-    for cls in classes:
-        for method in _METHODS:
-            # A later vLLM may define a method on one class only; the other then inherits the wrapped one.
-            original = vars(cls).get(method)
-            if original is not None and not _is_ours(original):
-                _originals[cls.__name__, method] = original
-                setattr(cls, method, _WRAPPERS[method](original))
+    for cls, method in _wrappable():
+        # A later vLLM may define a method on one class only; the other then inherits the wrapped one.
+        original = vars(cls).get(method)
+        if original is not None and not _is_ours(original):
+            _originals[cls.__name__, method] = original
+            setattr(cls, method, _WRAPPERS[method](original))
     if _recorders:
         _wrap_parts()
     _managers.update(_started_before(classes))
@@ -134,12 +133,11 @@ def uninstall() -> None:
     `status()` says so.
     """
     global _inactive_because
-    for cls in _manager_classes():
-        for method in _METHODS:
-            original = _originals.get((cls.__name__, method))
-            if original is not None and _is_ours(vars(cls).get(method)):
-                setattr(cls, method, original)
-                del _originals[cls.__name__, method]
+    for cls, method in _wrappable():
+        original = _originals.get((cls.__name__, method))
+        if original is not None and _is_ours(vars(cls).get(method)):
+            setattr(cls, method, original)
+            del _originals[cls.__name__, method]
     _inactive_because = "uninstall() was called"
     for stage in list(_open.values()):
         stage.abort()
@@ -148,7 +146,7 @@ def uninstall() -> None:
     _offloads.clear()
     _served.clear()
     _layouts.clear()
-    _blocks.clear()
+    _arena.clear()
 
 
 def plugin() -> None:
@@ -176,6 +174,8 @@ class AdapterStatus:
         staged_bytes: their bytes, by device.
         pinned: whether all of them are page-locked.
         unpinned_because: why not, where they lie in a block; else "".
+        predicted: bytes that the calculator said it takes laid out, before it came; None where it did not.
+        not_predicted_because: why not: whole adapters are sized by their tensors, and not every model is known.
         loaded: whether vLLM has this version registered.
         offload: what the last offload did, or None.
     """
@@ -189,6 +189,8 @@ class AdapterStatus:
     staged_bytes: dict[str, int]
     pinned: bool
     unpinned_because: str
+    predicted: int | None
+    not_predicted_because: str
     loaded: bool
     offload: offload.Moved | None
 
@@ -207,6 +209,7 @@ class HookStatus:
             wrapped", "absent", or "wrapped, then replaced by <who>".
         engines: worker LoRA managers alive in this process.
         adapters: staged in this process.
+        free_block_bytes: host memory that no adapter uses now, kept for next versions; `trim` gives it back.
     """
 
     active: bool
@@ -218,6 +221,7 @@ class HookStatus:
     wrapped: dict[str, dict[str, str]] = field(default_factory=dict)
     engines: int = 0
     adapters: tuple[AdapterStatus, ...] = ()
+    free_block_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -229,8 +233,8 @@ def status() -> HookStatus:
     version = _vllm_version()
     wrapped: dict[str, dict[str, str]] = {}
     if version is not None:
-        for cls in _manager_classes():
-            wrapped[cls.__name__] = {method: _wrap_state(cls, method) for method in _METHODS}
+        for cls, method in _wrappable():
+            wrapped.setdefault(cls.__name__, {})[method] = _wrap_state(cls, method)
     because = _inactive_because if version is not None else "vllm is not installed: pip install 'lora-mem[vllm]'"
     return HookStatus(
         active=not because,
@@ -253,11 +257,14 @@ def status() -> HookStatus:
                 staged_bytes=bytes_by_device(stage.held()),
                 pinned=all(tensor.is_pinned() for tensor in stage.held()),
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
+                predicted=stage.predicted,
+                not_predicted_because=stage.not_predicted_because,
                 loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
             for stage in _staged.values()
         ),
+        free_block_bytes=_arena.free_bytes,
     )
 
 
@@ -311,7 +318,7 @@ def stage_adapter(
         why_not = f"the strategy is {_strategy!r}"
     if not why_not and manager is not None:
         try:
-            nbytes = _layout(manager, config).nbytes(own)
+            nbytes = _layout(manager, config).exact_nbytes(own)
         except AdapterError as error:
             why_not = str(error)
         else:
@@ -380,16 +387,19 @@ def open_stage(
     return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace)
 
 
-def reserve(adapter_config: Any, *, generations: int = 2) -> int:
+def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) -> int:
     """Page-lock the memory for adapters of this config ahead of the first sync; returns the bytes of one.
+
+    It is done in a thread, while the engine goes on; a stage that is opened meanwhile waits for it.
 
     Args:
         adapter_config: PEFT's, as for `open_stage`.
         generations: blocks to have free: 2 where a new version is received while the old one is registered, 1 where the
             old one is dropped first.
+        wait: return only when it is done.
 
     Raises:
-        AdapterError: as `open_stage`.
+        AdapterError: as `open_stage`; with `wait`, also where the system has not that much memory.
     """
     _check_active()
     if isinstance(generations, bool) or not isinstance(generations, int) or generations < 1:
@@ -398,18 +408,18 @@ def reserve(adapter_config: Any, *, generations: int = 2) -> int:
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot tell the size: {why_not}")
-    nbytes = _announced_bytes(manager, config)
-    free = sum(block.nbytes == nbytes and not users for block, users in _blocks)
-    for _ in range(generations - free):
-        _blocks.append((_new_block(nbytes), weakref.WeakSet()))
+    layout = _layout(manager, config)
+    nbytes = _announced_bytes(manager, config) - layout.saved(layout.shared)
+    try:
+        _arena.reserve(nbytes, generations, pin=_pin_memory(), device=torch.device(manager.device), wait=wait)
+    except MemoryError as error:
+        raise AdapterError(str(error)) from None
     return nbytes
 
 
 def trim() -> int:
     """Give page-locked blocks that no adapter uses back to the system; returns their bytes."""
-    unused = [entry for entry in _blocks if not entry[1]]
-    _blocks[:] = [entry for entry in _blocks if entry[1]]
-    return sum(block.nbytes for block, _ in unused)
+    return _arena.trim()
 
 
 class Stage:
@@ -428,8 +438,17 @@ class Stage:
         self._adapter = StagedAdapter(lora_int_id, name, config)
         self._load_inplace = load_inplace
         self._layout = _layout(manager, config)
-        self._block = _take_block(nbytes)
-        self._receiver: Receiver | None = Receiver(self._layout, self._block)
+        self._announced = nbytes
+        if nbytes == self._layout.announced:
+            # As the last version's experts did, this one's will share what they shared.
+            nbytes -= self._layout.saved(self._layout.shared)
+            self._adapter.predicted = self._layout.predicted
+            self._adapter.not_predicted_because = self._layout.not_predicted_because
+        try:
+            self._block = _arena.take(nbytes, pin=_pin_memory())
+        except MemoryError as error:
+            raise AdapterError(str(error)) from None
+        self._receiver: Receiver | None = Receiver(self._layout, self._block, self._announced)
         self._failed = ""
         _open[lora_int_id] = self
 
@@ -478,12 +497,17 @@ class Stage:
         receiver.finish()
         dtype = self._layout.served.dtype
         arrived = sum(part.nbytes(dtype) for part in receiver.parts)
-        if arrived != self._block.nbytes:
+        shared = frozenset(part for part, tensor in receiver.parts.items() if tuple(tensor.shape) != part.shape)
+        taken = arrived - self._layout.saved(shared)
+        if self._announced not in (arrived, taken):
             raise AdapterError(
-                f"{self._block.nbytes} bytes were announced (by nbytes, or target_modules "
+                f"{self._announced} bytes were announced (by nbytes, or target_modules "
                 f"{self._adapter.config['target_modules']!r}), but {arrived} arrived; add what is missing, "
                 f"correct the adapter_config, or pass nbytes={arrived} to open_stage"
             )
+        if self._block.used < self._block.nbytes:
+            self._block.shrink()  # experts that share a factor need less than was announced
+        self._layout.shared = shared
         adapter = self._adapter
         adapter.parts = receiver.parts
         adapter.block = self._block
@@ -531,9 +555,14 @@ def drop_adapter(lora_int_id: int) -> bool:
     No request that uses it may be running. Returns whether it was staged; an unknown id is no error.
     """
     lora_int_id = _integer_id(lora_int_id)
+    stage = _staged.get(lora_int_id)
+    block = stage.block if stage is not None else None
     forgotten = _forget(lora_int_id)
-    if forgotten:
-        trim()
+    del stage
+    if block is not None:
+        # Each adapter of this size that is left will want a free block for its next version.
+        sizes = [other.block.nbytes for other in _staged.values() if other.block is not None]
+        _arena.trim(block.nbytes, spare=sizes.count(block.nbytes))
     return forgotten
 
 
@@ -855,7 +884,27 @@ def _wrap_create_lora_manager(original: Callable[..., Any]) -> Callable[..., Any
     return _mark(create_lora_manager)
 
 
+def _wrap_packing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _create_merged_loras_inplace(adapter_manager: Any, lora_model: LoRAModel) -> None:
+        if lora_model not in _models:
+            with _recorded("pack"):
+                return original(adapter_manager, lora_model)
+        # vLLM looks for each factor of each expert by name, 18,432 of them in Qwen3-30B-A3B, which takes 13 ms of every
+        # rebuild; a module that is packed already has none.
+        every = adapter_manager.packed_modules
+        adapter_manager.packed_modules = {name: every[name] for name in every if name not in lora_model.loras}
+        try:
+            with _recorded("pack"):
+                return original(adapter_manager, lora_model)
+        finally:
+            adapter_manager.packed_modules = every
+
+    return _mark(_create_merged_loras_inplace)
+
+
 _WRAPPERS = {
+    _PACKING: _wrap_packing,
     "_load_adapter": _wrap_load_adapter,
     "add_adapter": _wrap_add_adapter,
     "create_lora_manager": _wrap_create_lora_manager,
@@ -956,29 +1005,7 @@ def _enter(stage: StagedAdapter, load_inplace: bool, names: Iterable[str]) -> Lo
 
 def _keep(block: HostBlock, users: weakref.WeakSet[Any]) -> None:
     """Remember a block, and of those that no adapter uses two, or as many as adapters are staged: the last ones."""
-    _blocks.append((block, users))
-    unused = [entry for entry in _blocks if not entry[1]]
-    for entry in unused[: -max(2, len(_staged))]:
-        _blocks.remove(entry)
-
-
-def _take_block(nbytes: int) -> HostBlock:
-    """A block of this size that no adapter uses, or a new one."""
-    for index, (block, users) in enumerate(_blocks):
-        if block.nbytes == nbytes and not users:
-            del _blocks[index]
-            block.clear()
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # vLLM's last slot copy out of it is asynchronous
-            return block
-    return _new_block(nbytes)
-
-
-def _new_block(nbytes: int) -> HostBlock:
-    try:
-        return HostBlock(nbytes, pin=_pin_memory())
-    except (OSError, OverflowError, MemoryError) as error:
-        raise AdapterError(f"cannot reserve {nbytes} bytes of host memory for the adapter: {error}") from None
+    _arena.keep(block, users, spare=max(2, len(_staged)))
 
 
 def _layout(manager: Any, config: dict[str, Any]) -> Layout:
@@ -999,7 +1026,11 @@ def _layout(manager: Any, config: dict[str, Any]) -> Layout:
 
 
 def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
-    """Bytes of an adapter's parts, by the modules that its config targets."""
+    """Bytes of an adapter's parts, by the modules that its config targets.
+
+    Raises:
+        AdapterError: none is named, or the calculator knows the model and says otherwise.
+    """
     layout = _layout(manager, config)
     if layout.announced:
         return layout.announced
@@ -1017,11 +1048,59 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
             other = layouts[0] if config.get("target_parameters") else layouts[1]
             modules = [module for module in modules if module not in other]
     names = [f"base_model.model.{module}.lora_{factor}.weight" for module in modules for factor in "AB"]
-    layout.announced = layout.nbytes(names)
+    announced = layout.nbytes(names)
+    layout.predicted, layout.not_predicted_because = _predicted_bytes(manager, config)
+    if layout.predicted not in (None, announced):
+        raise AdapterError(
+            f"lora_mem.footprint predicts {layout.predicted} bytes for target_modules {config['target_modules']!r} at "
+            f"rank {config['r']}, but by its layers this engine will hold {announced}: the calculator is wrong about "
+            f"this model, please report it; nbytes={announced} to open_stage goes by the engine"
+        )
+    layout.announced = announced
     layout.announced_modules = frozenset(modules)
     with contextlib.suppress(AdapterError):  # what is announced may still be completed by what is not
         layout.check_complete(names)
     return layout.announced
+
+
+def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, str]:
+    """What the calculator says of the block of an adapter of this config, or why it says nothing."""
+    from vllm.distributed import parallel_state
+
+    from lora_mem.footprints import footprint
+    from lora_mem.layers import SizingError
+
+    adapters, lora_config = manager._adapter_manager, manager.lora_config
+    targets = config["target_modules"]
+    if isinstance(targets, str) and targets != "all-linear":
+        return None, "target_modules is a regular expression"
+    if not hasattr(adapters.model.config, "to_dict"):
+        return None, "the model has no config of transformers"
+    try:
+        if parallel_state.get_pp_group().world_size > 1:
+            return None, "with pipeline parallelism a stage is sent its own layers only"
+        fused = bool(config.get("target_parameters"))
+        result = footprint(
+            adapters.model.config.to_dict(),
+            rank=config["r"],
+            rank_pattern=config.get("rank_pattern") or None,
+            target_modules=targets if isinstance(targets, str) else [*targets, *(["experts"] if fused else [])],
+            max_lora_rank=lora_config.max_lora_rank,
+            max_loras=lora_config.max_loras,
+            max_cpu_loras=lora_config.max_loras,
+            tensor_parallel_size=parallel_state.get_tp_group().world_size,
+            data_parallel_size=parallel_state.get_dp_group().world_size,
+            enable_expert_parallel=adapters._use_ep,
+            fully_sharded_loras=lora_config.fully_sharded_loras,
+            enable_mixed_moe_lora_format=adapters._enable_mixed_moe_lora_format,
+            enable_moe_shared_loras=adapters._enable_moe_shared_loras,
+            is_3d_lora_weight=fused if adapters._enable_mixed_moe_lora_format else None,
+            lora_dtype=str(lora_config.lora_dtype).removeprefix("torch."),
+            strategy="stage",
+        )
+    except SizingError as error:
+        return None, f"the calculator does not size it: {error}"
+    return result.host_pinned_bytes // lora_config.max_loras, ""
 
 
 def _targets(config: dict[str, Any]) -> Callable[[str], bool]:
@@ -1190,7 +1269,7 @@ def _fold_scaling(model: LoRAModel, adapter_manager: Any, peft_helper: PEFTHelpe
     for module, lora in model.loras.items():
         if lora.scaling == 1 or lora.lora_b is None or module in copied:
             continue
-        key = (*offload.view_key(lora.lora_b), lora.scaling)  # aliases stay aliases
+        key = (*view_key(lora.lora_b), lora.scaling)  # aliases stay aliases
         if key not in folded:
             folded[key] = lora.lora_b * lora.scaling
         lora.lora_b = folded[key]
@@ -1557,7 +1636,7 @@ def registered_model(manager: Any, lora_int_id: int) -> Any:
 
 
 def bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
-    """Bytes on each device; memory that was counted already is left out."""
+    """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
     seen = set() if seen is None else seen
     result: dict[str, int] = {}
     for key, nbytes in offload.memory(tensors).items():
@@ -1578,6 +1657,12 @@ def _pin_memory() -> bool:
 def _manager_classes() -> tuple[type, ...]:
     module = importlib.import_module("vllm.lora.worker_manager")
     return tuple(getattr(module, name) for name in _MANAGERS)
+
+
+def _wrappable() -> list[tuple[type, str]]:
+    """Classes and their methods that are wrapped where they define them; the last only saves time."""
+    packing = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
+    return [(cls, method) for cls in _manager_classes() for method in _METHODS] + [(packing, _PACKING)]
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -1629,17 +1714,13 @@ _parts: dict[str, Callable[..., Any]] = {}
 
 
 def _wrap_parts() -> None:
-    """Wrap what has no place of its own in the worker's manager, only while someone records: both are hot or private.
-
-    `LRUCacheLoRAModelManager` inherits the first and calls `super()` in the second.
-    """
+    """Wrap what a step calls too, only while someone records. `LRUCacheLoRAModelManager` calls `super()` in it."""
     from vllm.lora.model_manager import LoRAModelManager
 
     if _parts:
         return
-    for method, wrap in (("_create_merged_loras_inplace", _wrap_pack), ("activate_adapter", _wrap_activate)):
-        _parts[method] = vars(LoRAModelManager)[method]
-        setattr(LoRAModelManager, method, wrap(_parts[method]))
+    _parts["activate_adapter"] = vars(LoRAModelManager)["activate_adapter"]
+    LoRAModelManager.activate_adapter = _wrap_activate(_parts["activate_adapter"])
 
 
 def _unwrap_parts() -> None:
@@ -1650,15 +1731,6 @@ def _unwrap_parts() -> None:
     for method, original in _parts.items():
         setattr(LoRAModelManager, method, original)
     _parts.clear()
-
-
-def _wrap_pack(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def pack(adapter_manager: Any, model: LoRAModel) -> None:
-        with _recorded("pack"):
-            original(adapter_manager, model)
-
-    return pack
 
 
 def _wrap_activate(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -77,14 +77,14 @@ def test_a_strategy_that_the_gpu_has_no_room_for(monkeypatch):
     [
         (
             "fused_interleaved",
-            {"experts.base_layer": ((16, 8), (24, 16)), "experts": ((16, 12), (8, 16))},
+            {"experts.base_layer": ((16, 32), (24, 16)), "experts": ((16, 12), (32, 16))},
         ),
         (
             "shared",
             {
-                "experts.w1": ((1, 4, 8), (4, 12, 4)),
-                "experts.w2": ((4, 4, 12), (1, 8, 4)),
-                "experts.w3": ((1, 4, 8), (4, 12, 4)),
+                "experts.w1": ((1, 4, 32), (4, 12, 4)),
+                "experts.w2": ((4, 4, 12), (1, 32, 4)),
+                "experts.w3": ((1, 4, 32), (4, 12, 4)),
             },
         ),
     ],

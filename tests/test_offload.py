@@ -15,6 +15,7 @@ from lora_mem import host_memory, offload  # noqa: E402
 from lora_mem.host_memory import ALIGNMENT, HostBlock, aligned  # noqa: E402
 from lora_mem.offload import HostCopies, move_to_host  # noqa: E402
 
+MIB = 2**20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -177,3 +178,22 @@ def test_a_block_is_in_huge_pages():
         elif inside and first == "AnonHugePages:":
             found += int(rest[0]) * 1024
     assert found >= nbytes - (4 << 20)  # all but the ends, which may not be aligned
+
+
+def test_what_a_block_did_not_hand_out_is_given_back():
+    block = HostBlock(64 * MIB, pin=False)
+    tensor = block.take((4 * MIB,), torch.bfloat16)
+    tensor.fill_(1.5)
+    block._bytes.fill_(block._bytes[0].item())  # all of it is resident now
+    tensor.fill_(1.5)
+    before = host_memory.resident()
+    block.shrink()
+    assert before - host_memory.resident() > 55 * MIB
+    assert block.nbytes == block.used == 8 * MIB
+    assert torch.all(tensor == 1.5)
+    with pytest.raises(MemoryError, match="only 0 of the block's 8388608 are unused"):
+        block.take((1,), torch.bfloat16)
+    block.clear()
+    assert block.take((4 * MIB,), torch.bfloat16).data_ptr() == tensor.data_ptr()
+    block.shrink()
+    assert block.nbytes == 8 * MIB

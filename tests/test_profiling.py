@@ -264,8 +264,8 @@ def test_a_new_version_is_loaded_not_rebuilt_and_a_directory_is_loaded_too(llm, 
 def test_vllm_is_as_it_was_afterwards(llm, hook, manager):
     from vllm.lora.model_manager import LoRAModelManager
 
-    before = dict(vars(LoRAModelManager))
     hook.uninstall()
+    before = dict(vars(LoRAModelManager))
     with lora_mem.profile() as outer:
         assert dict(vars(LoRAModelManager)) == before
         hook.install()  # in the block
@@ -274,6 +274,8 @@ def test_vllm_is_as_it_was_afterwards(llm, hook, manager):
             request = hook.stage_adapter(1, *scenarios.random_adapter(manager, rank=4, seed=1))
             llm.llm_engine.add_lora(request)
         assert dict(vars(LoRAModelManager)) != before
+    assert LoRAModelManager.activate_adapter is before["activate_adapter"]
+    hook.uninstall()
     assert dict(vars(LoRAModelManager)) == before
     assert names(inner.result) == names(outer.result) != []
 

@@ -97,9 +97,9 @@ def against_directory(
 ) -> dict[str, Any]:
     """Two adapters in turn, three times each; `wanted` for each of the two."""
     with tempfile.TemporaryDirectory() as directory:
-        # Little of the GPU for each: these cases run side by side.
+        # Little of the GPU for each, and no look at what is free: these cases run side by side.
         model = scenarios.write_model(f"{directory}/model", config)
-        llm = scenarios.start_engine(model, gpu_memory_utilization=0.08, **engine)
+        llm = scenarios.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28, **engine)
         vllm_hook.install()
         manager = scenarios.only_manager()
         adapters = [

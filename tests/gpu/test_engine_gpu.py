@@ -87,16 +87,18 @@ def test_the_bench_at_full_size():
     assert all(sync["pinned"] <= 2 * PACKED * 1.01 for sync in syncs["stage"])  # two generations
     assert found["streamed"] >= 0.9 * found["link"]
     # More than the transport alone, once every name has been read.
-    assert syncs["stage"][1]["seconds"] - syncs["stage"][1]["transport"] <= 0.15 + found["slot_copy"]
+    assert syncs["stage"][1]["seconds"] - syncs["stage"][1]["transport"] <= 0.15
+    assert syncs["stage"][1]["python"] <= 3  # microseconds a tensor
     for number in range(2):
         assert syncs["stage"][number]["seconds"] < syncs["keep"][number]["seconds"]
         assert syncs["stage"][number]["seconds"] < syncs["offload"][number]["seconds"]
-        assert syncs["stage"][number]["rebuilding"] <= found["slot_copy"] + 0.02
+        assert syncs["stage"][number]["rebuilding"] <= found["slot_copy"] + 0.01
     after_the_second = found["repeats"][1:]
     for name in ("allocated", "reserved", "pinned", "pinned_by_torch"):
         assert len({held[name] for held in after_the_second}) == 1, name
     resident = [held["resident"] for held in after_the_second]
     assert max(resident) - min(resident) < 64 * MIB
+    assert found["reserving"] <= 1
 
 
 def test_qwen3_30b_a3b_leaves_the_gpu():
