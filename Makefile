@@ -10,8 +10,10 @@ else
 PY := .venv/bin/python
 endif
 
-# Torch, its profiler, vLLM and progress bars write to stderr, which nbval compares.
-QUIET := KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR VLLM_LOGGING_LEVEL=ERROR LORA_MEM_PROGRESS=0
+# Torch, its profiler and vLLM write to stderr, which nbval compares.
+QUIET := KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR VLLM_LOGGING_LEVEL=ERROR
+# Progress bars show the time they took.
+COMPARED := $(QUIET) TQDM_DISABLE=1
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help env demo test notebooks lab clean
@@ -37,10 +39,10 @@ test: env
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest
-	$(QUIET) $(PY) -m pytest --nbval --nbval-current-env notebooks
+	$(COMPARED) $(PY) -m pytest --nbval --nbval-current-env notebooks
 
 notebooks: env
-	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+	$(COMPARED) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 
 lab: env
 	$(QUIET) $(PY) -m jupyter lab notebooks

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
+
+T = TypeVar("T")
 
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -97,6 +99,13 @@ def engine_at_hand() -> dict[str, Any]:
 def device_at_hand() -> str:
     """Where adapters arrive: "cuda", or "cpu" without a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def progress(items: Sequence[T]) -> Iterator[T]:
+    """The items, with a progress bar; none where `TQDM_DISABLE` is set, which tqdm's own bar for notebooks ignores."""
+    from tqdm.auto import tqdm
+
+    yield from tqdm(items, disable=bool(os.environ.get("TQDM_DISABLE")))
 
 
 def write_model(directory: str | Path, config: dict[str, Any]) -> str:

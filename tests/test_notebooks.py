@@ -127,6 +127,7 @@ def test_a_changed_figure_and_a_broken_hook_make_notebooks_fail(tmp_path):
     for name, notebook in notebooks.items():
         (tmp_path / "notebooks" / f"{name}.ipynb").write_text(json.dumps(notebook))
     quiet = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
+    quiet["TQDM_DISABLE"] = "1"
     options = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "--junitxml=found.xml", "notebooks"]
     subprocess.run(
         [sys.executable, "-m", "pytest", *options],

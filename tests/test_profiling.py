@@ -164,8 +164,22 @@ def test_a_trace_names_the_phases(tmp_path, name, ops):
     assert phases[1].start <= phases[2].start
     measured = profiler.result.phase("two").seconds
     assert phases[2].seconds == pytest.approx(measured, abs=0.005)
+    frame = profiling.trace_frame(profiler.result.trace)
+    sums = frame[frame.name == "aten::sum"]
+    assert list(zip(sums.phase, sums.kind, sums.calls, strict=True)) == ([("two", "op", 1)] if ops else [])
+    assert "aten::fill_" not in set(frame.name)  # inside aten::ones
     if name == "traces":
         assert [path.name.endswith(".pt.trace.json.gz") for path in (tmp_path / name).iterdir()] == [True]
+
+
+def test_tensorboard_s_plugin_reads_a_trace(tmp_path):
+    pytest.importorskip("torch_tb_profiler", reason="needs torch-tb-profiler")
+    from torch_tb_profiler.profiler.data import RunProfileData
+
+    with lora_mem.profile(trace=tmp_path) as profiler, profiler.phase("one"):
+        torch.ones(8).sum()
+    seen = RunProfileData.parse("worker", "1", profiler.result.trace, None)
+    assert "aten::sum" in {operator.name for operator in seen.op_list_groupby_name}
 
 
 def test_device_time_and_overlap_are_read_from_a_trace(tmp_path):
