@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,12 @@ from lora_mem import profiling, vllm_hook
 from lora_mem.checking import ServedModule
 from lora_mem.layers import Experts
 from lora_mem.profiling import Profile, memory_and_peak, phase, profile
+from lora_mem.progress import progress as progress
 from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
 
-T = TypeVar("T")
 
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -99,13 +99,6 @@ def engine_at_hand() -> dict[str, Any]:
 def device_at_hand() -> str:
     """Where adapters arrive: "cuda", or "cpu" without a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def progress(items: Sequence[T]) -> Iterator[T]:
-    """The items, with a progress bar; none where `TQDM_DISABLE` is set, which tqdm's own bar for notebooks ignores."""
-    from tqdm.auto import tqdm
-
-    yield from tqdm(items, disable=bool(os.environ.get("TQDM_DISABLE")))
 
 
 def write_model(directory: str | Path, config: dict[str, Any]) -> str:
