@@ -603,6 +603,8 @@ def check_options(
     dp = whole_number("data_parallel_size", data_parallel_size)
     if pp > shape.num_hidden_layers:
         raise SizingError("pipeline_parallel_size", pp, f"must be at most the {shape.num_hidden_layers} layers")
+    if pp > 1 and not shape.supports_pipeline:
+        raise SizingError("pipeline_parallel_size", pp, f"must be 1: vLLM has none for {shape.architecture}")
     if whole_number("pipeline_rank", pipeline_rank, 0) >= pp:
         raise SizingError("pipeline_rank", pipeline_rank, f"must be below pipeline_parallel_size={pp}")
     ep = _flag("enable_expert_parallel", enable_expert_parallel)

@@ -55,6 +55,14 @@ def _mlp(path: str, hidden: int, intermediate: int) -> Modules:
     return _gate_up(f"{path}.gate_up_proj", hidden, intermediate), _row(f"{path}.down_proj", intermediate, hidden)
 
 
+def _fused_mlp(path: str, hidden: int, intermediate: int) -> Modules:
+    """A gated MLP whose gate and up are one tensor in the checkpoint, and one slot in vLLM."""
+    return (
+        _column(f"{path}.gate_up_proj", hidden, 2 * intermediate),
+        _row(f"{path}.down_proj", intermediate, hidden),
+    )
+
+
 def _qkv(
     name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, gate: int = 1, fused: bool = False
 ) -> Linear:
@@ -206,15 +214,20 @@ def _same(config: Config, *modules: Module) -> tuple[Group, ...]:
 
 
 def _vocabulary(
-    config: Config, embed: Stage = "first", head: Stage | None = "last", path: str = "model.embed_tokens"
+    config: Config,
+    embed: Stage = "first",
+    head: Stage | None = "last",
+    path: str = "model.embed_tokens",
+    *,
+    tied: bool = False,
 ) -> tuple[Group, ...]:
     """embed_tokens (at `path`) and lm_head (None: not), for the models that list them in `embedding_modules`.
 
     `embed` and `head` are the pipeline stages that vLLM builds them in; `ends` is the first one, and the last one too
-    where the two share their weights.
+    where the two share their weights (`tied` where the config does not say).
     """
     hidden, vocab = config.number("hidden_size"), config.number("vocab_size")
-    if embed == "ends" and not config.flag("tie_word_embeddings", default=False):
+    if embed == "ends" and not config.flag("tie_word_embeddings", default=tied):
         embed = "first"
     prefix, _, name = path.rpartition(".")
     embedding = Linear(name, "embedding", vocab, (hidden,), (Child(name, hidden, linear=False),))
@@ -230,26 +243,27 @@ def _dense(
     embed: Stage = "first",
     head: Stage | None = "last",
     kv_heads_default: bool = False,
+    tied: bool = False,
 ) -> Builder:
     """Attention and a gated MLP in each layer: Llama and its kin."""
 
     def build(config: Config) -> tuple[Group, ...]:
         attention = _attention(config, head_dim=head_dim, kv_heads_default=kv_heads_default)
         parts = attention + _mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
-        return _same(config, *parts) + (_vocabulary(config, embed, head) if vocabulary else ())
+        return _same(config, *parts) + (_vocabulary(config, embed, head, tied=tied) if vocabulary else ())
 
     return build
 
 
-def _phi3(config: Config) -> tuple[Group, ...]:
-    """As Llama, with one qkv_proj and one gate_up_proj in the checkpoint."""
-    hidden, intermediate = config.number("hidden_size"), config.number("intermediate_size")
-    return _same(
-        config,
-        *_attention(config, fused=True, kv_heads_default=True),
-        _column("mlp.gate_up_proj", hidden, 2 * intermediate),
-        _row("mlp.down_proj", intermediate, hidden),
-    ) + _vocabulary(config, "ends")
+def _fused(*, vocabulary: bool, fused_qkv: bool = True) -> Builder:
+    """As Llama, with one gate_up_proj (and one qkv_proj) in the checkpoint."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        attention = _attention(config, fused=fused_qkv, kv_heads_default=vocabulary)
+        mlp = _fused_mlp("mlp", config.number("hidden_size"), config.number("intermediate_size"))
+        return _same(config, *attention, *mlp) + (_vocabulary(config, "ends") if vocabulary else ())
+
+    return build
 
 
 def _ungated(config: Config) -> tuple[Group, ...]:
@@ -337,16 +351,6 @@ def _lfm2_layers(config: Config, layer: Callable[[int, bool], Modules]) -> tuple
     return groups + _vocabulary(config, "every")
 
 
-def _glm4v(config: Config) -> tuple[Group, ...]:
-    hidden, intermediate = config.number("hidden_size"), config.number("intermediate_size")
-    return _same(
-        config,
-        *_attention(config),
-        _column("mlp.gate_up_proj", hidden, 2 * intermediate),
-        _row("mlp.down_proj", intermediate, hidden),
-    )
-
-
 def _opt(config: Config) -> tuple[Group, ...]:
     hidden, inner = config.number("hidden_size"), config.number("ffn_dim")
     layer = (
@@ -363,13 +367,14 @@ def _mixtral(
     vocabulary: bool = True,
     router: bool = True,
     kv_heads_default: bool = False,
+    head_dim: int | None = None,
 ) -> Builder:
     """Mixtral, and what has its expert block under the same name."""
 
     def build(config: Config) -> tuple[Group, ...]:
         hidden, count = config.number("hidden_size"), _count(config)
         parts = (
-            *_attention(config, kv_heads_default=kv_heads_default),
+            *_attention(config, head_dim=head_dim, kv_heads_default=kv_heads_default),
             _replicated("block_sparse_moe.gate", hidden, count, linear=router),
             _experts("block_sparse_moe.experts", count, hidden, config.number("intermediate_size"), names=names),
         )
@@ -384,14 +389,14 @@ def _granite_moe(default: str) -> Builder:
     def build(config: Config) -> tuple[Group, ...]:
         hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
         feed: list[Module] = []
-        count = config.number("num_local_experts", default=0, minimum=0)
+        count = config.number("num_local_experts", minimum=0)
         if count:
             inner = config.number("intermediate_size")
             feed += [
                 _replicated("block_sparse_moe.gate", hidden, count, linear=False),
                 _experts("block_sparse_moe.experts", count, hidden, inner, names=("w1", "w2", "w3")),
             ]
-        shared = config.number("shared_intermediate_size", default=0, minimum=0)
+        shared = config.number("shared_intermediate_size", default=None if default == "mamba" else 0, minimum=0)
         if shared:
             feed += [
                 _column("shared_mlp.input_linear", hidden, 2 * shared),
@@ -492,12 +497,14 @@ def _qwen_hybrid(layout: ExpertLayout, *, interleaved: bool, moe: bool, vocabula
 def _deepseek(*, sparse: bool = False, latent: bool = True) -> Builder:
     """DeepSeek V2, V3, V3.2 and what is built like them: first layers dense, the others routed and shared experts.
 
-    `latent` False is the first DeepSeek, with plain attention; `sparse` adds the indexer.
+    `latent` False is the first DeepSeek, with plain attention (as later ones have it whose latent sizes are 0);
+    `sparse` adds the indexer.
     """
 
     def build(config: Config) -> tuple[Group, ...]:
         hidden, layers = config.number("hidden_size"), range(config.number("num_hidden_layers"))
-        attention = _mla(config, indexer=sparse) if latent else _attention(config)
+        plain = not latent or not any(config.fields.get(f"qk_{part}_head_dim", 1) for part in ("nope", "rope"))
+        attention = _attention(config) if plain else _mla(config, indexer=sparse)
         count = config.number_or_null("n_routed_experts")
         if count is None:
             return _layers([attention + _mlp("mlp", hidden, config.number("intermediate_size"))] * len(layers))
@@ -517,7 +524,14 @@ def _deepseek(*, sparse: bool = False, latent: bool = True) -> Builder:
 
 
 def _moe_after_dense(
-    count: str, size: str, shared: str, shared_path: str, *, vocabulary: bool = False, kinds: str = ""
+    count: str,
+    size: str,
+    shared: str,
+    shared_path: str,
+    *,
+    vocabulary: bool = False,
+    kinds: str = "",
+    head_dim: int | None = None,
 ) -> Builder:
     """Attention, first layers dense, the others routed experts with shared ones; the fields' names differ.
 
@@ -526,7 +540,7 @@ def _moe_after_dense(
 
     def build(config: Config) -> tuple[Group, ...]:
         hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
-        attention = _attention(config)
+        attention = _attention(config, head_dim=head_dim)
         experts, inner = config.first_number(count, "num_local_experts"), config.number(size)
         parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, experts, linear=False)]
         shared_count = config.number_or_null(shared, minimum=0)
@@ -548,15 +562,14 @@ def _ernie_moe(config: Config) -> tuple[Group, ...]:
     count, inner = config.number("moe_num_experts"), config.number("moe_intermediate_size")
     attention = _attention(config)
     parts: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
-    shared = config.number("moe_num_shared_experts", default=0, minimum=0)
+    shared = config.number("moe_num_shared_experts", minimum=0)
     if shared:
         parts += _mlp("mlp.shared_experts", hidden, inner * shared)
     routed = (*parts, _experts("mlp.experts", count, hidden, inner))
     dense = attention + _mlp("mlp", hidden, config.number("intermediate_size"))
-    first = config.number("moe_layer_start_index", default=0, minimum=0)
-    last = layers - 1
-    if config.fields.get("moe_layer_end_index", -1) != -1:
-        last = config.number("moe_layer_end_index", minimum=0)
+    first = config.number("moe_layer_start_index", minimum=0)
+    last = config.number("moe_layer_end_index", minimum=-1)
+    last = layers - 1 if last == -1 else last
     interval = config.number("moe_layer_interval", default=1)
     return _layers(
         routed if first <= index <= last and (index + 1) % interval == 0 else dense for index in range(layers)
@@ -615,12 +628,19 @@ def _gemma4(config: Config) -> tuple[Group, ...]:
             _replicated("per_layer_input_gate", hidden, per_layer),
             _replicated("per_layer_projection", per_layer, hidden),
         ]
+    # As transformers 5 writes it: by layer, the numbers padded with zeros.
+    own = config.sub("per_layer_config") if "per_layer_config" in config else None
+    numbers = {int(name): name for name in own.fields if name.isdigit()} if own is not None else {}
     parts: list[Modules] = []
     for index, kind in enumerate(kinds):
         full = kind == "full_attention" or index == layers - 1  # transformers makes the last layer a full one
         head_dim = config.number("head_dim", default=256)
         kv_heads = config.number("num_key_value_heads")
-        if full:
+        if own is not None and index in numbers:
+            layer = own.sub(numbers[index])
+            head_dim = layer.number("head_dim", default=head_dim)
+            kv_heads = layer.number("num_key_value_heads", default=kv_heads)
+        elif own is None and full:
             head_dim = config.number("global_head_dim", default=512)
             if config.flag("attention_k_eq_v", default=False):
                 kv_heads = config.number("num_global_key_value_heads", default=kv_heads)
@@ -976,11 +996,7 @@ def _hy_v4_indexers(config: Config, layers: int) -> list[bool]:
 
 def _plamo3(config: Config) -> tuple[Group, ...]:
     hidden, inner = config.number("hidden_size"), config.number("intermediate_size")
-    layer = (
-        *_attention(config, "mixer", fused=True),
-        _column("mlp.gate_up_proj", hidden, 2 * inner),
-        _row("mlp.down_proj", inner, hidden),
-    )
+    layer = *_attention(config, "mixer", fused=True), *_fused_mlp("mlp", hidden, inner)
     return _layers([layer] * config.number("num_hidden_layers"), "model.layers.layers.{}")
 
 
@@ -993,8 +1009,9 @@ def _muse_glimmer(config: Config) -> tuple[Group, ...]:
 
 def _nemotron_h(config: Config) -> tuple[Group, ...]:
     """Mamba, attention, MLP and expert layers, in the order of `hybrid_override_pattern`."""
-    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
-    kinds = _nemotron_pattern(config, layers)
+    # transformers 5 leaves the number of layers to the list of their kinds.
+    hidden, blocks = config.number("hidden_size"), config.items("layers_block_type")
+    kinds = _nemotron_pattern(config, config.number("num_hidden_layers", default=len(blocks) or None))
     parts: dict[str, Modules] = {}
     if "M" in kinds:
         parts["M"] = _mamba2(
@@ -1007,7 +1024,7 @@ def _nemotron_h(config: Config) -> tuple[Group, ...]:
             config.number("conv_kernel", default=4),
         )
     if "*" in kinds:
-        parts["*"] = _attention(config, "mixer")
+        parts["*"] = _attention(config, "mixer", head_dim=128)
     if "-" in kinds:
         inner = config.number("intermediate_size")
         parts["-"] = _column("mixer.up_proj", hidden, inner), _row("mixer.down_proj", inner, hidden)
@@ -1017,7 +1034,7 @@ def _nemotron_h(config: Config) -> tuple[Group, ...]:
 
 
 def _nemotron_pattern(config: Config, layers: int) -> str:
-    names = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+    names = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
     blocks = config.items("layers_block_type")
     if "hybrid_override_pattern" in config or not blocks:
         pattern = config.fields.get("hybrid_override_pattern")
@@ -1034,7 +1051,7 @@ def _nemotron_moe(config: Config, hidden: int) -> Modules:
     # The router gets no slots: vLLM skips `mixer.gate` of non-gated experts.
     parts: list[Module] = []
     width = hidden
-    shared = config.number("n_shared_experts", default=0, minimum=0)
+    shared = config.number("n_shared_experts", default=1, minimum=0)
     if shared:
         inner = config.number("moe_shared_expert_intermediate_size") * shared
         parts += [
@@ -1054,7 +1071,7 @@ def _nemotron_moe(config: Config, hidden: int) -> Modules:
 def _falcon_h1(config: Config) -> tuple[Group, ...]:
     hidden = config.number("hidden_size")
     heads = config.number("mamba_n_heads")
-    inner = config.number("mamba_d_ssm", default=config.number("mamba_expand", default=2) * hidden)
+    inner = config.number_or_null("mamba_d_ssm") or config.number("mamba_expand", default=2) * hidden
     if inner % heads:
         raise config.error("mamba_n_heads", f"must divide mamba_d_ssm={inner}")
     mamba = _mamba2(
@@ -1082,7 +1099,7 @@ def _jamba(config: Config) -> tuple[Group, ...]:
         _row("mamba.out_proj", width, hidden),
     )
     attention = _attention(config, "")
-    count = config.number("num_experts", default=1)
+    count = config.number("num_experts", default=16)
     dense = _mlp("feed_forward", hidden, inner)
     sparse: Modules = (
         _replicated("feed_forward.router", hidden, count),
@@ -1102,6 +1119,149 @@ def _jamba(config: Config) -> tuple[Group, ...]:
         feed = sparse if count > 1 and index % expert_every[0] == expert_every[1] else dense
         parts.append(mixer + feed)
     return _layers(parts) + _vocabulary(config, "every", "every")
+
+
+def _k2_horizon(config: Config) -> tuple[Group, ...]:
+    """Attention with an output gate or none, first layers dense; values from experts (`mova`) are not known here."""
+    if config.number("mova_num_experts", default=0, minimum=0):
+        raise config.error("mova_num_experts", "is a kind of attention that is not known here yet; 0 is")
+    hidden, count = config.number("hidden_size"), config.number("num_experts")
+    attention = [*_attention(config)]
+    if config.fields.get("attention_gate_func") is not None:
+        width = config.number("num_attention_heads") * config.number("head_dim")
+        attention.append(_column("self_attn.gate_proj", hidden, width))
+    inner, dense = config.number("moe_intermediate_size"), config.items("mlp_only_layers")
+    step, shared = config.number("decoder_sparse_step", default=1), config.number("num_shared_experts", minimum=0)
+    routed: list[Module] = [*attention, _replicated("mlp.gate", hidden, count, linear=False)]
+    if shared:
+        mlp = _mlp("mlp.shared_experts", hidden, inner * shared)
+        # As for Qwen3-MoE: gate_up_proj is packed only where some layers are dense.
+        routed += mlp if dense else mlp[1:]
+    routed.append(_experts("mlp.experts", count, hidden, inner))
+    parts: list[Modules] = []
+    for index in range(config.number("num_hidden_layers")):
+        if index in dense or (index + 1) % step:
+            parts.append((*attention, *_mlp("mlp", hidden, config.number("intermediate_size"))))
+        else:
+            parts.append(tuple(routed))
+    return _layers(parts) + _vocabulary(config, "every", "every")
+
+
+def _olmo_hybrid(config: Config) -> tuple[Group, ...]:
+    """Linear attention, whose query, key, value and gate vLLM merges, in most layers."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
+    kinds = config.items("layer_types", layers)
+    if not kinds:
+        raise config.error("layer_types", f"is missing; {layers} entries are needed, one for each layer")
+    k_heads, v_heads = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
+    key = k_heads * config.number("linear_key_head_dim")
+    value = v_heads * config.number("linear_value_head_dim")
+    sizes, heads = (key, key, value, value), (k_heads, k_heads, v_heads, v_heads)
+    names = ("q_proj", "k_proj", "v_proj", "g_proj")
+    children = tuple(Child(name, size) for name, size in zip(names, sizes, strict=True))
+    linear: Modules = (
+        Linear("linear_attn.in_proj_qkvg", "merged", hidden, sizes, children, heads=heads),
+        _column("linear_attn.b_proj", hidden, v_heads),
+        _column("linear_attn.a_proj", hidden, v_heads),
+        _conv("linear_attn.conv1d", config.number("linear_conv_kernel_dim"), 2 * key + value),
+        _row("linear_attn.o_proj", value, hidden),
+    )
+    full, mlp = _attention(config), _mlp("mlp", hidden, config.number("intermediate_size"))
+    return _layers((full if kind == "full_attention" else linear) + mlp for kind in kinds)
+
+
+def _molmo(config: Config) -> tuple[Group, ...]:
+    """`intermediate_size` is that of gate and up together."""
+    hidden, twice = config.number("hidden_size"), config.number("intermediate_size")
+    if twice % 2:
+        raise config.error("intermediate_size", "must be even: gate and up are its halves")
+    kv_heads = {"num_key_value_heads": config.fields.get("num_key_value_heads") or config.number("num_attention_heads")}
+    own = Config(config.fields | kv_heads, config.where, config.inside)
+    return _same(config, *_attention(own, fused=True), *_fused_mlp("mlp", hidden, twice // 2))
+
+
+def _molmo2(config: Config) -> tuple[Group, ...]:
+    text = _text(config, "text_config", "llm_config")
+    hidden, inner = text.number("hidden_size"), text.number("intermediate_size")
+    mlp = _column("mlp.up_gate_proj", hidden, 2 * inner), _row("mlp.down_proj", inner, hidden)
+    return _same(text, *_attention(text, fused=True), *mlp)
+
+
+def _whisper(config: Config) -> tuple[Group, ...]:
+    """An encoder and a decoder whose layers attend to it; both get slots."""
+    hidden = config.number("d_model")
+    if config.number("num_hidden_layers", default=config.number("encoder_layers")) != config.number("encoder_layers"):
+        raise config.error("num_hidden_layers", "must be the same as encoder_layers: it is another name of it")
+
+    def attention(side: str, path: str, *, cross: bool = False) -> Modules:
+        heads = config.number(f"{side}_attention_heads")
+        if hidden % heads:
+            raise config.error(f"{side}_attention_heads", f"must divide d_model={hidden}")
+        out = _row(f"{path}.out_proj", hidden, hidden)
+        if not cross:
+            return _qkv(f"{path}.qkv_proj", hidden, heads, heads, hidden // heads), out
+        keys = Linear(
+            f"{path}.kv_proj", "merged", hidden, (hidden, hidden), (Child("k_proj", hidden), Child("v_proj", hidden))
+        )
+        return _column(f"{path}.q_proj", hidden, hidden, heads=heads), keys, out
+
+    def side_of(side: str, parts: Modules) -> tuple[Group, ...]:
+        inner, count = config.number(f"{side}_ffn_dim"), config.number(f"{side}_layers")
+        layer = *parts, _column("mlp.fc1", hidden, inner), _row("mlp.fc2", inner, hidden)
+        return _layers([layer] * count, f"model.{side}.layers.{{}}")
+
+    encoder = side_of("encoder", attention("encoder", "self_attn"))
+    decoder = (*attention("decoder", "self_attn"), *attention("decoder", "encoder_attn", cross=True))
+    return encoder + side_of("decoder", decoder)
+
+
+def _minicpm_v(config: Config) -> tuple[Group, ...]:
+    """MiniCPM-V and MiniCPM-o: their version says which text model is inside."""
+    version = str(config.fields.get("version", "2.6" if config.fields.get("model_type") == "minicpmo" else "2.5"))
+    builders = {"2.5": _LLAMA, "2.6": _BARE, "4.0": _LLAMA, "4": _LLAMA, "4.5": _QWEN3}
+    if version not in builders:
+        raise config.error("version", f"must be one of {', '.join(builders)}: what vLLM serves with LoRA")
+    return _inside(builders[version], "llm.", "llm.model")(config)
+
+
+def _bagel(config: Config) -> tuple[Group, ...]:
+    """vLLM does not tell Bagel's parts apart for LoRA, so that its vision tower gets slots too."""
+    groups = _inside(_BARE, peft="language_model.model")(_named(config, "llm_config"))
+    if not config.flag("visual_und", default=True):
+        return groups
+    tower = config.sub("vit_config")
+    hidden, heads, inner = (tower.number(name) for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    layer = (
+        _qkv("self_attn.qkv_proj", hidden, heads, heads, hidden // heads),
+        _row("self_attn.out_proj", hidden, hidden),
+        _column("mlp.fc1", hidden, inner),
+        _row("mlp.fc2", inner, hidden),
+    )
+    count = tower.number("num_hidden_layers")
+    count = 26 if count == 27 else count  # vLLM's own correction of the published config
+    path = "vit_model.vision_model.encoder.layers"
+    layers = tuple(Group(f"{path}.{index}", (), layer, "every") for index in range(count))
+    width = config.sub("llm_config").number("hidden_size")
+    connector = _column("fc1", hidden, width), _row("fc2", width, width)
+    return (*groups, *layers, Group("connector", (), connector, "every"))
+
+
+def _nemotron_vl(config: Config) -> tuple[Group, ...]:
+    return _inside(_nemotron_h, peft="language_model.backbone")(_named(config, "llm_config"))
+
+
+def _text(config: Config, *names: str) -> Config:
+    """The text model's fields: the first of `names` that is there, else the config itself."""
+    return next((config.sub(name) for name in names if name in config), config)
+
+
+def _named(config: Config, *names: str) -> Config:
+    """The config with its text model called `text_config`, as `_inside` and `_by_text_config` look for it."""
+    for name in names:
+        if name in config:
+            fields = config.fields | {"text_config": config.fields[name]}
+            return Config(fields, config.where, config.inside)
+    return config
 
 
 def _inside(builder: Builder, prefix: str = "language_model.", peft: str = "model.language_model") -> Builder:
@@ -1139,15 +1299,16 @@ def _thinker(builder: Builder) -> Builder:
     return build
 
 
-def _by_llm_config(config: Config) -> tuple[Group, ...]:
-    """As `_by_text_config`, for configs that call the text model `llm_config`."""
-    if "llm_config" in config:
-        fields = config.fields | {"text_config": config.fields["llm_config"]}
-        config = Config(fields, config.where, config.inside)
-    return _by_text_config(config)
+def _by(name: str, peft: str = "language_model.model") -> Builder:
+    """A multimodal model of the hub's own code around whatever text model the config calls `name`, or text_config."""
+
+    def build(config: Config) -> tuple[Group, ...]:
+        return _by_text_config(_named(config, name), peft)
+
+    return build
 
 
-def _by_text_config(config: Config) -> tuple[Group, ...]:
+def _by_text_config(config: Config, peft: str = "model.language_model") -> tuple[Group, ...]:
     """A multimodal model around whatever text model its text_config names."""
     text = config.sub("text_config")
     architectures = text.items("architectures")
@@ -1155,7 +1316,7 @@ def _by_text_config(config: Config) -> tuple[Group, ...]:
     builder = FAMILIES.get(str(name))
     if builder is None:
         raise text.error("model_type", "is no text model that is known to be served with LoRA by vLLM 0.33")
-    return _inside(builder)(config)
+    return _inside(builder, peft=peft)(config)
 
 
 _LLAMA = _dense(embed="ends", kv_heads_default=True)
@@ -1173,21 +1334,30 @@ _GEMMA = _dense(vocabulary=False, head_dim=256)
 FAMILIES: dict[str, Builder] = {
     "AXK1ForCausalLM": _deepseek(),
     "AfmoeForCausalLM": _afmoe,
+    "Alpamayo2Super": _inside(_QWEN3),
     "ApertusForCausalLM": _ungated,
     "AudioFlamingo3ForConditionalGeneration": _by_text_config,
+    "BagelForConditionalGeneration": _bagel,
     "BailingMoeForCausalLM": _bailing_moe,
     "BailingMoeV2ForCausalLM": _bailing_moe,
+    "Blip2ForConditionalGeneration": _by("text_config"),
     "ChatGLMForConditionalGeneration": _renamed(_chatglm, num_hidden_layers="num_layers"),
     "ChatGLMModel": _renamed(_chatglm, num_hidden_layers="num_layers"),
     "Cohere2ForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "CohereCompassForConditionalGeneration": _inside(_dense(embed="every", head=None, kv_heads_default=True)),
     "CohereForCausalLM": _dense(embed="every", head=None, kv_heads_default=True),
+    "Cosmos3ForConditionalGeneration": _inside(_QWEN3),
     "DeciLMForCausalLM": _deci,
     "DeepseekForCausalLM": _deepseek(latent=False),
+    "DeepseekOCR2ForCausalLM": _by("language_config", "model"),
+    "DeepseekOCRForCausalLM": _by("language_config", "model"),
     "DeepseekV2ForCausalLM": _deepseek(),
     "DeepseekV32ForCausalLM": _deepseek(sparse=True),
     "DeepseekV3ForCausalLM": _deepseek(),
     "DeepseekV4ForCausalLM": _deepseek_v4,
-    "Ernie4_5ForCausalLM": _dense(embed="ends"),
+    "DotsOCRForCausalLM": _inside(_BARE, peft="model"),
+    "Eagle2_5_VLForConditionalGeneration": _by("text_config"),
+    "Ernie4_5ForCausalLM": _dense(embed="ends", head_dim=128, tied=True),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _dense(embed="ends", kv_heads_default=True),
     "Exaone4_5_ForConditionalGeneration": _by_text_config,
@@ -1209,43 +1379,58 @@ FAMILIES: dict[str, Builder] = {
         kinds="mlp_layer_types",
     ),
     "FalconH1ForCausalLM": _falcon_h1,
+    "GLM4VForCausalLM": _renamed(_chatglm, num_hidden_layers="num_layers"),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _inside(_GEMMA),
     "Gemma4ForCausalLM": _gemma4,
     "Gemma4ForConditionalGeneration": _inside(_gemma4),
+    "Gemma4UnifiedForConditionalGeneration": _inside(_gemma4),
     "GemmaForCausalLM": _GEMMA,
     "Glm4ForCausalLM": _BARE,
     "Glm4MoeForCausalLM": _moe_after_dense(
         "n_routed_experts", "moe_intermediate_size", "n_shared_experts", "mlp.shared_experts"
     ),
     "Glm4MoeLiteForCausalLM": _deepseek(),
-    "Glm4vForConditionalGeneration": _inside(_glm4v),
+    "Glm4vForConditionalGeneration": _inside(_fused(vocabulary=False, fused_qkv=False)),
     "Glm4vMoeForConditionalGeneration": _inside(
         _moe_after_dense("n_routed_experts", "moe_intermediate_size", "n_shared_experts", "mlp.shared_experts")
     ),
-    "GlmAsrForConditionalGeneration": _by_text_config,
+    "GlmAsrForConditionalGeneration": _inside(_dense(embed="ends")),
     "GlmMoeDsaForCausalLM": _deepseek(sparse=True),
-    "GlmOcrForConditionalGeneration": _inside(_glm4v),
+    "GlmOcrForConditionalGeneration": _inside(_fused(vocabulary=False, fused_qkv=False)),
     "GptOssForCausalLM": _gpt_oss,
+    "Granite4VisionForConditionalGeneration": _inside(_LLAMA),
     "GraniteForCausalLM": _LLAMA,
     "GraniteMoeForCausalLM": _mixtral(router=False, kv_heads_default=True),
     "GraniteMoeHybridForCausalLM": _granite_moe("mamba"),
     "GraniteMoeSWAForCausalLM": _granite_moe("attention"),
     "GraniteMoeSharedForCausalLM": _granite_moe("attention"),
-    "GraniteSWAForCausalLM": _LLAMA,
+    "GraniteSWAForCausalLM": _dense(embed="ends", tied=True),
     "GraniteSpeechForConditionalGeneration": _by_text_config,
     "GraniteSpeechPlusForConditionalGeneration": _by_text_config,
-    "HYV3ForCausalLM": _moe_after_dense("num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp"),
+    "H2OVLChatModel": _by("llm_config"),
+    "HYV3ForCausalLM": _moe_after_dense(
+        "num_experts", "expert_hidden_dim", "num_shared_experts", "mlp.shared_mlp", head_dim=128
+    ),
     "HYV4ForCausalLM": _hy_v4,
     "HyperCLOVAXForCausalLM": _LLAMA,
     "IQuestCoderForCausalLM": _LLAMA,
     "Idefics3ForConditionalGeneration": _idefics3,
     "InternLM2ForCausalLM": _internlm2,
     "InternLM3ForCausalLM": _LLAMA,
-    "InternVLChatModel": _by_llm_config,
+    "InternS1ForConditionalGeneration": _by("text_config", "model.language_model"),
+    "InternS1ProForConditionalGeneration": _inside(_qwen3_moe("fused")),
+    "InternS2PreviewForConditionalGeneration": _inside(
+        _qwen_hybrid("fused", interleaved=False, moe=True, vocabulary=True)
+    ),
+    "InternVLChatModel": _by("llm_config"),
     "InternVLForConditionalGeneration": _by_text_config,
+    "IsaacForConditionalGeneration": _inside(_QWEN3, peft="model.text_model"),
     "JambaForCausalLM": _jamba,
+    "K2HorizonForCausalLM": _k2_horizon,
+    "KeyeForConditionalGeneration": _inside(_QWEN3, peft="model"),
+    "KeyeVL1_5ForConditionalGeneration": _inside(_QWEN3, peft="model"),
     "LLaMAForCausalLM": _LLAMA,
     "LagunaForCausalLM": _laguna,
     "Lfm2ForCausalLM": _lfm2,
@@ -1255,6 +1440,7 @@ FAMILIES: dict[str, Builder] = {
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _inside(_llama4),
     "LlamaForCausalLM": _LLAMA,
+    "Llama_Nemotron_Nano_VL": _by("llm_config"),
     "LlavaForConditionalGeneration": _by_text_config,
     "LlavaNextForConditionalGeneration": _by_text_config,
     "LlavaNextVideoForConditionalGeneration": _by_text_config,
@@ -1263,32 +1449,50 @@ FAMILIES: dict[str, Builder] = {
     "MiMoForCausalLM": _BARE,
     "MiniCPM3ForCausalLM": _minicpm3,
     "MiniCPMForCausalLM": _minicpm,
+    "MiniCPMO": _minicpm_v,
+    "MiniCPMOcrForConditionalGeneration": _inside(_qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)),
+    "MiniCPMV": _minicpm_v,
     "MiniCPMV4_6ForConditionalGeneration": _inside(
         _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
     ),
     "MiniCPMV4_7ForConditionalGeneration": _inside(
         _qwen_hybrid("gated", interleaved=False, moe=False, vocabulary=True)
     ),
-    "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True),
+    "MiniMaxM2ForCausalLM": _mixtral(vocabulary=False, router=True, head_dim=128),
     "Ministral3ForCausalLM": _BARE,
     "Mistral3ForConditionalGeneration": _inside(_BARE),
     "MistralForCausalLM": _BARE,
     "MistralLarge3ForCausalLM": _deepseek(),
     "MixtralForCausalLM": _mixtral(),
+    "Molmo2ForConditionalGeneration": _molmo2,
+    "MolmoForCausalLM": _molmo,
+    "MossAudioModel": lambda config: _inside(_QWEN3, peft="language_model.model")(_named(config, "language_config")),
     "MuseGlimmerForCausalLM": _muse_glimmer,
     "MuseGlimmerForConditionalGeneration": _muse_glimmer,
+    "NVLM_D": _by("llm_config"),
     "NemotronForCausalLM": _ungated,
     "NemotronHForCausalLM": _nemotron_h,
+    "NemotronHPuzzleForCausalLM": _nemotron_h,
+    "NemotronH_Nano_Omni_Reasoning_V3": _nemotron_vl,
+    "NemotronH_Nano_VL_V2": _nemotron_vl,
+    "NemotronH_Omni_Reasoning_V3": _nemotron_vl,
+    "NemotronH_Super_Omni_Reasoning_V3": _nemotron_vl,
     "OPTForCausalLM": _opt,
+    "OlmoHybridForCausalLM": _olmo_hybrid,
     "OlmoeForCausalLM": _olmoe,
+    "OpenCUAForConditionalGeneration": _inside(_BARE, peft="language_model.model"),
+    "OpenPanguVLForConditionalGeneration": _inside(_pangu, peft="model.language_model"),
     "PaliGemmaForConditionalGeneration": _by_text_config,
     "PanguEmbeddedForCausalLM": _pangu,
     "PanguProMoEV2ForCausalLM": _pangu,
     "PanguUltraMoEForCausalLM": _pangu,
     "Param2MoEForCausalLM": _param2,
-    "Phi3ForCausalLM": _phi3,
+    "Phi3ForCausalLM": _fused(vocabulary=True),
+    "Phi4MMForCausalLM": _fused(vocabulary=False),
     "PhiMoEForCausalLM": _mixtral(),
+    "PixtralForConditionalGeneration": _by("text_config"),
     "Plamo3ForCausalLM": _plamo3,
+    "QianfanOCRForConditionalGeneration": _by_text_config,
     "Qwen2ForCausalLM": _BARE,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen2VLForConditionalGeneration": _inside(_BARE),
@@ -1296,6 +1500,7 @@ FAMILIES: dict[str, Builder] = {
     "Qwen2_5OmniModel": _thinker(_BARE),
     "Qwen2_5_VLForConditionalGeneration": _inside(_BARE),
     "Qwen3ASRForConditionalGeneration": _thinker(_QWEN3),
+    "Qwen3ASRRealtimeGeneration": _thinker(_QWEN3),
     "Qwen3ForCausalLM": _QWEN3,
     "Qwen3MoeForCausalLM": _qwen3_moe(),
     "Qwen3NextForCausalLM": _qwen_hybrid("gated", interleaved=True, moe=True, vocabulary=False),
@@ -1316,6 +1521,11 @@ FAMILIES: dict[str, Builder] = {
     ),
     "TeleChat3ForCausalLM": _LLAMA,
     "TeleFLMForCausalLM": _LLAMA,
+    "UltravoxModel": _by("text_config"),
+    "UnlimitedOCRForCausalLM": _by("language_config", "model"),
+    "VoxtralForConditionalGeneration": _by("text_config"),
+    "VoxtralRealtimeGeneration": _by("text_config"),
+    "WhisperForConditionalGeneration": _whisper,
 }
 
 # For a config.json without `architectures`, and for the text model inside a multimodal one.
@@ -1487,66 +1697,38 @@ WITHOUT_LORA: frozenset[str] = frozenset(
     }
 )
 
-# vLLM 0.33 serves these with LoRA and their model code has not been read here, or could not be run to check it: an
-# error says so, and a test compares this list with vLLM's registry. To take one off it, write its family and add facts.
-NOT_YET_KNOWN: frozenset[str] = frozenset(
+# vLLM refuses pipeline parallelism for these.
+WITHOUT_PIPELINE: frozenset[str] = frozenset(
     {
-        "AliceAIForCausalLM",
-        "Alpamayo2Super",
-        "BagelForConditionalGeneration",
-        "Blip2ForConditionalGeneration",
-        "CohereCompassForConditionalGeneration",
-        "Cosmos3ForConditionalGeneration",
-        "DeepseekOCR2ForCausalLM",
-        "DeepseekOCRForCausalLM",
-        "DeepseekV4ForConditionalGeneration",
-        "DotsOCRForCausalLM",
-        "Eagle2_5_VLForConditionalGeneration",
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        "GLM4VForCausalLM",
-        "Gemma4UnifiedForConditionalGeneration",
-        "Glm5NextForConditionalGeneration",
-        "Granite4VisionForConditionalGeneration",
-        "H2OVLChatModel",
-        "InklingForCausalLM",
-        "InklingForConditionalGeneration",
-        "InternS1ForConditionalGeneration",
-        "InternS1ProForConditionalGeneration",
-        "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
-        "IsaacForConditionalGeneration",
-        "K2HorizonForCausalLM",
-        "KeyeForConditionalGeneration",
-        "KeyeVL1_5ForConditionalGeneration",
-        "Llama_Nemotron_Nano_VL",
-        "MiniCPMO",
-        "MiniCPMOcrForConditionalGeneration",
-        "MiniCPMV",
-        "Molmo2ForConditionalGeneration",
-        "MolmoForCausalLM",
-        "MossAudioModel",
-        "MuseSparkForConditionalGeneration",
-        "NVLM_D",
-        "NemotronHPuzzleForCausalLM",
+        "Idefics3ForConditionalGeneration",
         "NemotronH_Nano_Omni_Reasoning_V3",
         "NemotronH_Nano_VL_V2",
         "NemotronH_Omni_Reasoning_V3",
         "NemotronH_Super_Omni_Reasoning_V3",
-        "OlmoHybridForCausalLM",
-        "OpenCUAForConditionalGeneration",
-        "OpenPanguVLForConditionalGeneration",
         "Phi4MMForCausalLM",
-        "PixtralForConditionalGeneration",
-        "QianfanOCRForConditionalGeneration",
-        "Qwen3ASRRealtimeGeneration",
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpForConditionalGeneration",
-        "Step5ForCausalLM",
-        "Step5ForConditionalGeneration",
-        "UltravoxModel",
-        "UnlimitedOCRForCausalLM",
-        "VoxtralForConditionalGeneration",
-        "VoxtralRealtimeGeneration",
+        "SmolVLMForConditionalGeneration",
         "WhisperForConditionalGeneration",
     }
 )
+
+_GPU_ONLY = "its model code imports GPU kernels when it is built, and has not been run here"
+_SPARSE = "its n-gram or hyper-connection layers differ by config, and have not been held against vLLM"
+_TOWER = "vLLM gives its vision tower slots too, and two sets of routed experts; these have not been held against vLLM"
+
+# vLLM 0.33 serves these with LoRA, and their modules could not be held against its model code yet, for the reason
+# given: an error says so, and a test compares this list with vLLM's registry. To take one off it, write its family and
+# add facts.
+NOT_YET_KNOWN: dict[str, str] = {
+    "AliceAIForCausalLM": _GPU_ONLY,
+    "DeepseekV4ForConditionalGeneration": _GPU_ONLY,
+    "Ernie4_5_VLMoeForConditionalGeneration": _TOWER,
+    "Glm5NextForConditionalGeneration": _GPU_ONLY,
+    "InklingForCausalLM": _GPU_ONLY,
+    "InklingForConditionalGeneration": _GPU_ONLY,
+    "InternS2MobiusForConditionalGeneration": _SPARSE,
+    "MuseSparkForConditionalGeneration": _GPU_ONLY,
+    "Qwen4ExpForCausalLM": _SPARSE,
+    "Qwen4ExpForConditionalGeneration": _SPARSE,
+    "Step5ForCausalLM": _GPU_ONLY,
+    "Step5ForConditionalGeneration": _GPU_ONLY,
+}

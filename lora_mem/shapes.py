@@ -24,6 +24,7 @@ class ModelShape:
     architecture: str
     num_hidden_layers: int
     groups: tuple[Group, ...]
+    supports_pipeline: bool = True
 
     @classmethod
     def from_config(cls, source: ModelShape | dict[str, Any] | str | Path) -> ModelShape:
@@ -160,7 +161,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -173,11 +174,12 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
         if architecture in WITHOUT_LORA:
             raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
         if architecture in NOT_YET_KNOWN:
-            raise config.error(field, "is a model that is served with LoRA by vLLM 0.33, but not known here yet")
+            reason = NOT_YET_KNOWN[str(architecture)]
+            raise config.error(field, f"is served with LoRA by vLLM 0.33, but not known here yet: {reason}")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
     # A text model may keep its fields in text_config too; a multimodal one looks for its text model itself.
     groups = builder(text if str(architecture).endswith("ForCausalLM") else config)
     layers = 1 + max(index for group in groups for index in group.layers)
-    return ModelShape(where, str(architecture), layers, groups)
+    return ModelShape(where, str(architecture), layers, groups, architecture not in WITHOUT_PIPELINE)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_mem.families import FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA
+from lora_mem.families import FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
+from lora_mem.footprints import footprint
 from lora_mem.layers import SizingError
 from lora_mem.shapes import ModelShape
 
@@ -20,8 +21,8 @@ CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
 
 
 @cache
-def served_with_lora() -> frozenset[str]:
-    """The generating architectures whose class has `SupportsLoRA` among its bases."""
+def implementing(interface: str) -> frozenset[str]:
+    """The generating architectures whose class has an interface of vLLM among its bases."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("vLLM is not installed")
@@ -30,10 +31,10 @@ def served_with_lora() -> frozenset[str]:
     files = {path: path.read_text(encoding="utf-8") for path in [*models.glob("*.py"), *root.glob("models/**/*.py")]}
     bases = {name: re.findall(r"[\w.]+", inside) for text in files.values() for name, inside in CLASS.findall(text)}
 
-    def has_lora(name: str) -> bool:
-        return any(base == "SupportsLoRA" or (base != name and has_lora(base)) for base in bases.get(name, ()))
+    def has_it(name: str) -> bool:
+        return any(base == interface or (base != name and has_it(base)) for base in bases.get(name, ()))
 
-    return frozenset(name for name, class_name in registry(models / "registry.py") if has_lora(class_name))
+    return frozenset(name for name, class_name in registry(models / "registry.py") if has_it(class_name))
 
 
 def registry(path: Path) -> list[tuple[str, str]]:
@@ -51,15 +52,33 @@ def registry(path: Path) -> list[tuple[str, str]]:
 
 
 def test_what_vllm_serves_with_lora_is_known_or_listed() -> None:
-    served = served_with_lora()
+    served = implementing("SupportsLoRA")
     assert len(served) > 100
     # A later vLLM may drop LoRA from a model that an earlier one served, so WITHOUT_LORA answers too.
-    assert not served - set(FAMILIES) - NOT_YET_KNOWN - WITHOUT_LORA
+    assert not served - set(FAMILIES) - set(NOT_YET_KNOWN) - WITHOUT_LORA
+
+
+def test_pipeline_parallelism_is_refused_where_vllm_has_none() -> None:
+    served = implementing("SupportsLoRA") & set(FAMILIES)
+    assert WITHOUT_PIPELINE & served == served - implementing("SupportsPP")
+    whisper = {
+        **{
+            f"{side}_{field}": 2
+            for side in ("encoder", "decoder")
+            for field in ("layers", "attention_heads", "ffn_dim")
+        },
+        "architectures": ["WhisperForConditionalGeneration"],
+        "d_model": 64,
+    }
+    with pytest.raises(SizingError, match="pipeline_parallel_size=2: must be 1"):
+        footprint(whisper, rank=8, pipeline_parallel_size=2)
+    with pytest.raises(SizingError, match="num_hidden_layers=3: must be the same as encoder_layers"):
+        footprint(whisper | {"num_hidden_layers": 3}, rank=8)
 
 
 def test_the_lists_do_not_overlap() -> None:
-    assert not NOT_YET_KNOWN & set(FAMILIES)
-    assert not NOT_YET_KNOWN & WITHOUT_LORA
+    assert not set(NOT_YET_KNOWN) & set(FAMILIES)
+    assert not set(NOT_YET_KNOWN) & WITHOUT_LORA
 
 
 @pytest.mark.parametrize("architecture", sorted(NOT_YET_KNOWN))
