@@ -124,7 +124,7 @@ def trace(save: Save, tiny: bool) -> None:
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
     transport = bench.Transport(manager, rank, manager.device)
-    vllm_hook.reserve(transport.adapter_config)
+    vllm_hook.reserve(transport.adapter_config, wait=True)
     for number in (1, 2):  # names are read once, and Triton compiles once
         scenarios.generate(llm, bench.stream(llm, transport, number))
     vllm_hook.release_device_memory()
