@@ -13,7 +13,7 @@ endif
 # Torch, its profiler and vLLM write to stderr, which nbval compares.
 QUIET := KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR VLLM_LOGGING_LEVEL=ERROR
 # Progress bars show the time they took.
-COMPARED := $(QUIET) TQDM_DISABLE=1
+COMPARED := $(QUIET) LORA_MEM_PROGRESS=0
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help env demo test notebooks lab clean

@@ -195,7 +195,7 @@ def plot_bars(values: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | N
     for number, (label, series) in enumerate(values.items()):
         places = [groups.index(group) + (number - (len(values) - 1) / 2) * width for group in series]
         bars = ax.bar(places, list(series.values()), width * 0.9, label=label, color=PHASE_COLOURS[number])
-        ax.bar_label(bars, fmt="%.3g", fontsize="x-small")
+        ax.bar_label(bars, fmt=lambda v: f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}", fontsize="x-small")
     ax.margins(y=0.1)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(unit)
@@ -211,7 +211,7 @@ def _phase_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def plot_profile(profile: Profile, ax: Axes | None = None) -> Axes:
-    """Bars of a profile's phases over time, one row for each name and depth; milliseconds, summed up at the end."""
+    """Bars of phases over time, in milliseconds: a row for each name and depth (dots), summed up at its end."""
     ax = _axes(ax)
     colours = _phase_colours(phase.name for phase in profile.phases)
     rows = list(dict.fromkeys((phase.depth, phase.name) for phase in profile.phases))
@@ -223,7 +223,7 @@ def plot_profile(profile: Profile, ax: Axes | None = None) -> Axes:
         text = f" {sum(phase.seconds for phase in same) * 1e3:.1f} ms" + (f" in {len(same)}" if len(same) > 1 else "")
         end = max(phase.start + phase.seconds for phase in same) * 1e3
         ax.annotate(text, (end, row), va="center", fontsize="small")
-    ax.set_yticks(range(len(rows)), ["  " * depth + name for depth, name in rows])
+    ax.set_yticks(range(len(rows)), ["· " * depth + name for depth, name in rows])
     ax.invert_yaxis()
     ax.set_xlim(0, (profile.total.start + profile.total.seconds) * 1.2e3)  # room for the text
     ax.set_xlabel("milliseconds since the profile began")
@@ -348,6 +348,8 @@ def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None
     }
     ax = plot_bars(values, "milliseconds", ax)
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter("")
     return ax
 
 

@@ -22,7 +22,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +205,24 @@ class Profile:
         """Plain values, ready for JSON; bytes and seconds."""
         values = dataclasses.asdict(self)
         return {**values, "total": self.total.to_dict(), "phases": [phase.to_dict() for phase in self.phases]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
+        """A profile from what `to_dict` gave, as a report records it."""
+
+        def phase(found: Mapping[str, Any]) -> Phase:
+            memories = {when: Memory(**found[when]) for when in ("before", "peak", "after")}
+            traced = None if found["traced"] is None else Traced(**found["traced"])
+            plain = {field.name: found[field.name] for field in dataclasses.fields(Phase)}
+            return Phase(**{**plain, **memories, "traced": traced})
+
+        changed = {
+            "total": phase(values["total"]),
+            "phases": tuple(phase(found) for found in values["phases"]),
+            "samples": tuple(Sample(found["seconds"], Memory(**found["memory"])) for found in values["samples"]),
+            "missing": tuple(values["missing"]),
+        }
+        return cls(**{**values, **changed})
 
     def to_json(self, path: str | Path | None = None, *, indent: int | None = None) -> str:
         """JSON text of `to_dict`; written to `path` too, where one is given."""
@@ -593,10 +611,11 @@ def memory_and_peak(device: int | None = None) -> tuple[Memory, Memory]:
 
 def _memory(device: int | None) -> tuple[Memory, Memory]:
     """Memory now, and the same with the peaks that torch has counted."""
-    gpu = torch.cuda.is_available()
-    stats = torch.cuda.memory_stats(device) if torch.cuda.is_initialized() else {}
+    initialized = torch.cuda.is_initialized()
+    gpu = initialized or torch.cuda.is_available()
+    stats = torch.cuda.memory_stats(device) if initialized else {}
     used = None
-    if torch.cuda.is_initialized():
+    if initialized:
         free, total = torch.cuda.mem_get_info(device)
         used = total - free
 

@@ -16,7 +16,7 @@ SECONDS = 2.0
 def progress(of: Iterable[T] | None = None, *, what: str = "", total: int | None = None) -> Any:
     """A bar over an iterable, or one to `update()`; use it in a `with` block or as the iterable. See `tqdm.auto.tqdm`.
 
-    Off where `TQDM_DISABLE=1`, under pytest, and where stderr is no terminal, unless that is Jupyter's.
+    Off where `LORA_MEM_PROGRESS=0`, under pytest, and where stderr is no terminal, unless that is Jupyter's.
 
     Args:
         of: what to go through; without it `update()` counts.
@@ -37,6 +37,6 @@ def say(text: str) -> None:
 
 def _off() -> bool | None:
     """None leaves it to tqdm, which asks whether stderr is a terminal."""
-    if os.environ.get("TQDM_DISABLE", "0") not in ("", "0") or "PYTEST_CURRENT_TEST" in os.environ:
+    if os.environ.get("LORA_MEM_PROGRESS") == "0" or "PYTEST_CURRENT_TEST" in os.environ:
         return True
     return False if "ipykernel" in sys.modules else None

@@ -20,7 +20,6 @@ from lora_mem import profiling, vllm_hook
 from lora_mem.checking import ServedModule
 from lora_mem.layers import Experts
 from lora_mem.profiling import Profile, memory_and_peak, phase, profile
-from lora_mem.progress import progress as progress
 from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:

@@ -117,11 +117,12 @@ def test_host_memory_is_measured_and_what_there_is_not_is_said():
 
 
 def test_what_a_result_shows(tmp_path):
-    with lora_mem.profile() as profiler, profiler.phase("<one>"):
+    with lora_mem.profile(sample_every=0.001) as profiler, profiler.phase("<one>"):
         pass
     found = profiler.result
     assert json.loads(found.to_json(tmp_path / "profile.json")) == json.loads((tmp_path / "profile.json").read_text())
     assert json.loads(found.to_json())["phases"][0]["name"] == "<one>"
+    assert profiling.Profile.from_dict(json.loads(found.to_json())) == found
     frame = found.to_frame()
     assert list(frame["phase"]) == ["<one>"]
     assert {"seconds", "allocated_peak", "reserved_after", "device_used_before", "pinned_after", "to_host_rate"} <= set(

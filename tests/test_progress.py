@@ -37,7 +37,7 @@ def on_a_terminal(delay: float, **environment: str) -> str:
     [
         (0, {}, True),
         (2.0, {}, False),
-        (0, {"TQDM_DISABLE": "1"}, False),
+        (0, {"LORA_MEM_PROGRESS": "0"}, False),
         (0, {"PYTEST_CURRENT_TEST": "some test"}, False),
     ],
 )
