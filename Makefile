@@ -45,7 +45,7 @@ notebooks: env
 	$(COMPARED) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 
 lab: env
-	$(QUIET) $(PY) -m jupyter lab notebooks
+	$(QUIET) $(PY) -m jupyter lab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks/01_size_of_an_adapter.ipynb
 
 clean:
 	rm -rf .venv setup.log build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -149,6 +149,7 @@ def run_in(
                 steps.update()
         vllm_hook.drop_adapter(1)
         vllm_hook.drop_adapter(2)
+        vllm_hook.trim()
         vllm_hook.release_device_memory()
     steps.close()
     return Bench(

@@ -319,7 +319,7 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]])
     body = ""
     for row in rows:
         cells = "".join(
-            f"<td style='text-align:right'>{html.escape(cell)}</td>"
+            f"<td style='text-align:right;white-space:nowrap'>{html.escape(cell)}</td>"
             if re.match(r"[-+]?\d", cell)
             else f"<td>{html.escape(cell)}</td>"
             for cell in row

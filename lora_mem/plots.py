@@ -58,6 +58,7 @@ def plot_holders(footprints: Mapping[str, Footprint] | Sequence[Footprint], ax: 
         for label in ax.get_xticklabels():
             label.set_horizontalalignment("right")
     ax.set_ylabel("GiB per worker")
+    ax.margins(y=0.35)  # room for the legend
     handles = [Patch(color=COLOURS[holder], label=holder) for holder in ("slots", "packed", "staged")]
     ax.legend(handles=[*handles, Patch(facecolor="#bbbbbb", hatch="///", edgecolor="white", label="on the host")])
     return ax
@@ -73,6 +74,7 @@ def plot_phases(footprint: Footprint, ax: Axes | None = None, *, sleep_mode: boo
         ax.bar(list(phases), heights, bottom=bottom, label=holder, color=COLOURS[holder])
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     ax.set_ylabel("GiB per worker")
+    ax.margins(y=0.35)  # room for the legend
     ax.set_title(f"{footprint.model} ({footprint.strategy})")
     ax.legend()
     return ax
@@ -152,22 +154,12 @@ def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes
 
 
 def plot_sync(bench: Bench, ax: Axes | None = None) -> Axes:
-    """Bars of one rank by strategy: first and last sync, transport included, and the rebuild; seconds above each."""
-    ax = _axes(ax)
-    strategies = list(dict.fromkeys(sync.strategy for sync in bench.syncs))
-    for place, strategy in enumerate(strategies):
-        first, *_, last = [sync for sync in bench.syncs if sync.strategy == strategy]
-        bars = {"first sync": first.seconds, "sync": last.seconds, "rebuild": last.rebuilding}
-        for number, (name, seconds) in enumerate(bars.items()):
-            colour = PHASE_COLOURS[number]
-            bar = ax.bar(
-                place + (number - 1) * 0.27, seconds, width=0.25, color=colour, label=name if not place else ""
-            )
-            ax.bar_label(bar, fmt="%.2f", fontsize="small")
-    ax.set_xticks(range(len(strategies)), strategies)
-    ax.set_ylabel("seconds")
+    """Bars of one rank by strategy, in seconds: first and last sync, transport included, and the rebuild."""
+    last = {sync.strategy: sync.seconds for sync in bench.syncs}
+    first = {**last, **{sync.strategy: sync.seconds for sync in reversed(bench.syncs)}}
+    rebuild = {sync.strategy: sync.rebuilding for sync in bench.syncs}
+    ax = plot_bars({"first sync": first, "sync": last, "rebuild": rebuild}, "seconds", ax)
     ax.set_title(f"{bench.model}, {bench.layers} layers, rank {bench.rank}", fontsize="medium")
-    ax.legend()
     return ax
 
 

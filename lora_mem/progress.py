@@ -13,19 +13,19 @@ SECONDS = 2.0
 """A bar appears after so long."""
 
 
-def progress(of: Iterable[T] | None = None, *, what: str, total: int | None = None) -> Any:
+def progress(of: Iterable[T] | None = None, *, what: str = "", total: int | None = None) -> Any:
     """A bar over an iterable, or one to `update()`; use it in a `with` block or as the iterable. See `tqdm.auto.tqdm`.
 
     Off where `LORA_MEM_PROGRESS=0`, under pytest, and where stderr is no terminal, unless that is Jupyter's.
 
     Args:
         of: what to go through; without it `update()` counts.
-        what: is going on.
+        what: is going on, before the bar.
         total: how many; default the length of `of`.
     """
     from tqdm.auto import tqdm
 
-    return tqdm(of, desc=what, total=total, disable=_off(), delay=SECONDS, leave=False)
+    return tqdm(of, desc=what or None, total=total, disable=_off(), delay=SECONDS, leave=False)
 
 
 def say(text: str) -> None:

@@ -108,12 +108,15 @@ def _markdown(text: str, folder: Path) -> tuple[set[str], str]:
 
     class Renderer(mistune.HTMLRenderer):
         def link(self, text: str, url: str, title: str | None = None) -> str:
-            if path := _inside(folder, url):
-                url = f"#{anchor(path)}"
-            return super().link(text, url, title)
+            if re.match(r"[a-z][a-z0-9+.-]*:|#", url):
+                return super().link(text, url, title)
+            path = _inside(folder, url)
+            if path is None:
+                return text  # what lies outside of the folder does not travel with the page
+            return super().link(text, f"#{anchor(path) if path else 'raw-data'}", title)
 
         def image(self, text: str, url: str, title: str | None = None) -> str:
-            path = _inside(folder, url)
+            path = None if re.match(r"[a-z][a-z0-9+.-]*:", url) else _inside(folder, url)
             if not path:
                 raise ReportError(f"README.md shows {url!r}; it must be a file of the folder: nothing is loaded")
             shown.add(path)
@@ -123,16 +126,14 @@ def _markdown(text: str, folder: Path) -> tuple[set[str], str]:
     return shown, str(parse(text))
 
 
-def _inside(folder: Path, url: str) -> str:
-    """The path in the folder that a URL of the README means, or "" where it leads elsewhere."""
-    if re.match(r"[a-z][a-z0-9+.-]*:|#|/", url):
-        return ""
-    path = folder / url.partition("#")[0]
+def _inside(folder: Path, url: str) -> str | None:
+    """The file of the folder that a relative URL of the README means; "" for a folder in it, None for one outside."""
+    path = (folder / url.partition("#")[0]).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        return None
     if not path.exists():
         raise ReportError(f"README.md names {url!r}, which is not in the folder; correct the link or add the file")
-    if not path.resolve().is_relative_to(folder.resolve()) or path.is_dir():
-        return ""
-    return path.resolve().relative_to(folder.resolve()).as_posix()
+    return "" if path.is_dir() else path.relative_to(folder.resolve()).as_posix()
 
 
 def _data_url(path: Path) -> str:
@@ -183,12 +184,14 @@ def tables(value: Any, caption: str = "") -> Iterator[Table]:
     """Tables of any JSON value: benches by strategy and rank, other dicts and lists of dicts by their fields."""
     if isinstance(value, dict) and is_bench(value):
         yield Bench.from_dict(value).table()
+    elif isinstance(value, dict) and "phases" in value and _is_profile(value["phases"]):
+        yield _profile(value, caption)
     elif isinstance(value, dict):
         flat = _flat(value)
         if flat:
             yield caption, FACTS, [[_header(key), _cell(key, one)] for key, one in flat.items()]
         for key, one in value.items():
-            if _is_rows(one) or (isinstance(one, dict) and _has_rows(one)):
+            if _is_rows(one) or (isinstance(one, dict) and (_has_rows(one) or "phases" in one)):
                 yield from tables(one, f"{caption} / {key}".strip(" /"))
     elif _is_rows(value) and all(is_bench(one) for one in value):
         benches = [Bench.from_dict(one) for one in value]
@@ -206,6 +209,36 @@ def tables(value: Any, caption: str = "") -> Iterator[Table]:
             for key, inner in one.items():
                 if _is_rows(inner):
                     yield from tables(inner, f"{caption} / {name} / {key}".strip(" /"))
+
+
+def _is_profile(phases: Any) -> bool:
+    return _is_rows(phases) and {"name", "depth", "seconds", "before", "peak", "after"} <= set(phases[0])
+
+
+def _profile(profile: dict[str, Any], caption: str) -> Table:
+    """The phases of a `lora_mem.profile`: milliseconds and MiB, peak and left above what a phase began with."""
+
+    def mib(value: int | None) -> str:
+        return "" if value is None else f"{value / 2**20:.2f}"
+
+    def change(phase: dict[str, Any], when: str, *names: str) -> str:
+        found = [(phase[when][name], phase["before"][name]) for name in names]
+        known = [after - before for after, before in found if after is not None and before is not None]
+        return mib(sum(known)) if known else ""
+
+    columns = ["phase", "ms", "GPU peak, MiB", "GPU left, MiB", "page-locked left, MiB", "to host, MiB", "to GPU, MiB"]
+    columns += ["kernels, ms", "copying to host, ms", "of it beside kernels, ms"]
+    rows = []
+    for phase in (*profile["phases"], profile["total"]):
+        row = ["\u00a0\u00a0" * phase["depth"] + phase["name"], f"{phase['seconds'] * 1e3:.3f}"]
+        row += [change(phase, "peak", "allocated"), change(phase, "after", "allocated")]
+        row += [change(phase, "after", "pinned", "pinned_by_torch"), mib(phase["to_host"]), mib(phase["to_device"])]
+        traced = phase.get("traced") or {}
+        for name in ("kernels", "to_host_seconds", "overlapped"):
+            row.append(f"{traced[name] * 1e3:.3f}" if name in traced else "")
+        rows.append(row)
+    missing = "".join(f"; not measured: {reason}" for reason in profile.get("missing", ()))
+    return f"{caption or 'profile'} on {profile['device']}{missing}", columns, rows
 
 
 def _is_rows(value: Any) -> bool:
@@ -244,6 +277,8 @@ def _cell(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value / GIB:.4f}" if _BYTES.search(key) else f"{value:,}"
+    if isinstance(value, float) and _SECONDS.search(key):
+        return f"{value:.4f}"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}"
     text = ", ".join(_cell(key, one) for one in value) if isinstance(value, list) else str(value)

@@ -25,6 +25,7 @@ from lora_mem.shapes import ModelShape
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
 
+
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

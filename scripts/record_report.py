@@ -124,7 +124,7 @@ def trace(save: Save, tiny: bool) -> None:
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
     transport = bench.Transport(manager, rank, manager.device)
-    vllm_hook.reserve(transport.adapter_config)
+    vllm_hook.reserve(transport.adapter_config, wait=True)
     for number in (1, 2):  # names are read once, and Triton compiles once
         scenarios.generate(llm, bench.stream(llm, transport, number))
     vllm_hook.release_device_memory()
@@ -191,10 +191,12 @@ def reserving(save: Save, tiny: bool) -> None:
     for _ in range(2):
         began = time.perf_counter()
         block = HostBlock(nbytes)
-        blocks.append({"reserve": time.perf_counter() - began, "unpinned_because": block.unpinned_because})
+        seconds = {"reserve": time.perf_counter() - began}
+        unpinned_because = block.unpinned_because
         began = time.perf_counter()
         del block
-        blocks[-1]["give_back"] = time.perf_counter() - began
+        seconds["give_back"] = time.perf_counter() - began
+        blocks.append({"seconds": seconds, "unpinned_because": unpinned_because})
     save({"nbytes": nbytes, "runs": rows, "host_block": blocks})
 
 

@@ -42,6 +42,8 @@ def test_bytes_by_rank_beside_the_calculated():
 
 
 def test_one_sync_by_strategy():
-    ax = plot_sync(sweep()[1])
-    assert [patch.get_height() for patch in ax.patches] == [1.25, 1.25, 0.0625, 2.5, 2.5, 0.0625]
+    one = sweep()[1]
+    slow, *others = one.syncs
+    ax = plot_sync(replace(one, syncs=(replace(slow, seconds=5.0), *others)))
+    assert [patch.get_height() for patch in ax.patches] == [5.0, 2.5, 1.25, 2.5, 0.0625, 0.0625]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["stage", "keep"]

@@ -136,6 +136,16 @@ def test_text_is_text(tmp_path):
     assert page.open == []
 
 
+def test_links_stay_in_the_page(tmp_path):
+    at = folder(
+        tmp_path, "# T\n\n[all](raw), [one](raw/x.log), [code](../../scripts/x.py), [web](https://example.org)\n"
+    )
+    (at / "raw" / "x.log").write_text("x")
+    page = Page(render(at))
+    assert page.links[:3] == ["#raw-data", "#raw-x-log", "https://example.org"]
+    assert set(page.ids) == {"raw-data", "raw-x-log"}
+
+
 @pytest.mark.parametrize(
     ("readme", "message"),
     [
@@ -182,7 +192,7 @@ def test_values_have_units():
     }
     ((_, _, rows),) = tables(values)
     assert rows == [
-        ["seconds touch, s", "0.5"],
+        ["seconds touch, s", "0.5000"],
         ["milliseconds, ms", "1,500.0"],
         ["slot_bytes, GiB", "1.5000"],
         ["holders slots cuda:0, GiB", "1.0000"],
@@ -193,6 +203,33 @@ def test_values_have_units():
     ]
     nested = {"lives": [{"strategy": "keep", "phases": [{"name": "rest", "allocated": GIB}]}]}
     assert [caption for caption, _, _ in tables(nested)] == ["lives", "lives / keep / phases"]
+
+
+def test_a_profile_by_phase():
+    pytest.importorskip("torch")
+    from lora_mem.profiling import Memory, Phase, Profile, Traced
+
+    before, peak = Memory(0, 0, 0, 0, 0, 0), Memory(3 * 2**20, 0, 0, 0, 0, 0)
+    after = Memory(2**20, 0, 0, 5 * 2**20, 2**20, 0)
+    traced = Traced(0.002, 2**20, 0.001, 0, 0.0, 0.0005)
+    stage = Phase("stage", 0, 0.0, 0.25, None, before, peak, after, 2**20, 0, traced=traced)
+    inner = Phase("receive", 1, 0.0, 0.125, None, Memory(None, None, None, 0, None, 0), after, after, 0, 2**21)
+    profile = Profile("a GPU", {}, stage, (stage, inner), missing=("peaks",))
+    ((caption, columns, rows),) = tables({"trace": json.loads(profile.to_json())})
+    assert caption == "trace on a GPU; not measured: peaks"
+    assert dict(zip(columns, rows[0], strict=True)) == {
+        "phase": "stage",
+        "ms": "250.000",
+        "GPU peak, MiB": "3.00",
+        "GPU left, MiB": "1.00",
+        "page-locked left, MiB": "6.00",
+        "to host, MiB": "1.00",
+        "to GPU, MiB": "0.00",
+        "kernels, ms": "2.000",
+        "copying to host, ms": "1.000",
+        "of it beside kernels, ms": "0.500",
+    }
+    assert rows[1][:3] == ["\u00a0\u00a0receive", "125.000", ""]
 
 
 def test_the_command(tmp_path):
