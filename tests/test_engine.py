@@ -627,6 +627,21 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
             attempt()
 
 
+def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(llm, hook, manager, monkeypatch):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    # As on a host with a GPU whose limits refuse page-locking: asked for, and not to be had.
+    monkeypatch.setattr(hook, "_pin_memory", lambda: True)
+    request = hook.stage_adapter(1, tensors, config)
+    before = {part: tensor.data_ptr() for part, tensor in hook._staged[1].parts.items()}
+    llm.llm_engine.add_lora(request)
+    status = hook.status().adapters[0]
+    assert status.offload.copies == 0
+    assert "no CUDA device" in status.unpinned_because
+    assert {part: tensor.data_ptr() for part, tensor in hook._staged[1].parts.items()} == before
+    registered = hook.registered_model(manager, 1).loras["model.layers.0.self_attn.o_proj"]
+    assert registered.lora_a.data_ptr() in before.values()
+
+
 def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     for lora_int_id in (1, 2):
