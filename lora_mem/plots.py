@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lora_mem.footprints import GIB, Footprint
@@ -25,13 +25,20 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def plot_holders(footprints: Mapping[str, Footprint] | Sequence[Footprint], ax: Axes | None = None) -> Axes:
-    """Stacked bars, one for each footprint: slots, packed and staged on the GPU at the peak of a sync, in GiB."""
+    """Stacked bars, one for each footprint, in GiB: slots, and one adapter's packed and staged tensors.
+
+    Wherever they are, on the GPU or the host; memory that packed and staged share counts as packed.
+    """
     ax = _axes(ax)
     named = footprints if isinstance(footprints, Mapping) else {f"{f.model} {f.strategy}": f for f in footprints}
     bottom = [0.0] * len(named)
-    for holder in ("slots", "packed", "staged"):
-        field = "slot_bytes" if holder == "slots" else f"{holder}_bytes"
-        heights = [getattr(result, field) / GIB for result in named.values()]
+    sizes: dict[str, Callable[[Footprint], int]] = {
+        "slots": lambda result: result.slot_bytes,
+        "packed": lambda result: result.packed_bytes,
+        "staged": lambda result: result.staged_bytes - result.shared_bytes,
+    }
+    for holder, size in sizes.items():
+        heights = [size(result) / GIB for result in named.values()]
         ax.bar(list(named), heights, bottom=bottom, label=holder, color=COLOURS[holder])
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     ax.set_ylabel("GiB per worker")

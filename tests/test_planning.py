@@ -131,10 +131,13 @@ def test_plots_take_and_return_axes() -> None:
     assert plot_phases(result, ax=given) is given
     heights = [patch.get_height() for patch in given.patches]
     assert sum(heights[i] for i in (1, 5)) == pytest.approx(result.gpu_sync_peak_bytes / GIB)
-    holders = plot_holders({"keep": result})
-    assert sum(patch.get_height() for patch in holders.patches) == pytest.approx(
-        (result.slot_bytes + result.packed_bytes + result.staged_bytes) / GIB
+    staged = footprint(QWEN, rank=64, strategy="stage")
+    holders = plot_holders({"keep": result, "stage": staged})
+    heights = [patch.get_height() * GIB for patch in holders.patches]
+    assert heights[::2] == pytest.approx(
+        [result.slot_bytes, result.packed_bytes, result.staged_bytes - result.shared_bytes]
     )
+    assert heights[1::2] == pytest.approx([staged.slot_bytes, staged.packed_bytes, 0])
     heat = plot_rank_by_tp(QWEN, ranks=(8, 64), tensor_parallel_sizes=(1, 3))
     texts = [text.get_text() for text in heat.texts]
     assert texts == [f"{footprint(QWEN, rank=rank).slot_bytes / GIB:.2f}" for rank in (8, 64)]
