@@ -10,8 +10,10 @@ else
 PY := .venv/bin/python
 endif
 
-# Torch's profiler and vLLM write to stderr, which nbval compares.
-QUIET := KINETO_LOG_LEVEL=6 VLLM_LOGGING_LEVEL=ERROR
+# Torch, its profiler and vLLM write to stderr, which nbval compares.
+QUIET := KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR VLLM_LOGGING_LEVEL=ERROR
+# Progress bars show the time they took.
+COMPARED := $(QUIET) LORA_MEM_PROGRESS=0
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 .PHONY: help env demo test notebooks lab clean
@@ -37,13 +39,13 @@ test: env
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest
-	$(QUIET) $(PY) -m pytest --nbval --nbval-current-env notebooks
+	$(COMPARED) $(PY) -m pytest --nbval --nbval-current-env notebooks
 
 notebooks: env
-	$(QUIET) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+	$(COMPARED) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 
 lab: env
-	$(QUIET) $(PY) -m jupyter lab notebooks
+	$(QUIET) $(PY) -m jupyter lab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks/01_size_of_an_adapter.ipynb
 
 clean:
 	rm -rf .venv setup.log build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

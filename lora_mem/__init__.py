@@ -21,6 +21,7 @@ _HOME = {
     "open_stage": "vllm_hook",
     "drop_adapter": "vllm_hook",
     "offload_in_memory_adapter": "vllm_hook",
+    "profile": "profiling",
 }
 
 __all__ = sorted(_HOME)
@@ -41,3 +42,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext lora_mem`: the cell magic `%%lora_mem`, which profiles a cell by phase."""
+    from lora_mem.magic import register
+
+    register(shell)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,139 +15,14 @@ import torch
 import lora_mem
 from lora_mem import scenarios, vllm_hook
 from lora_mem.buffers import slot_rank
-from lora_mem.host_memory import HostBlock
+from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
+from lora_mem.progress import progress
+from lora_mem.results import Bench, Held, Sync
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
 
-
-@dataclass(frozen=True)
-class Sync:
-    """One sync of a new version of the adapter.
-
-    Attributes:
-        strategy: how.
-        number: from 1; the first of a strategy pays for what is reserved once.
-        seconds: from the first tensor made to the adapter active in its slot, transport included.
-        transport: of it, what the transport alone takes (measured by itself).
-        receiving: of it, taking the tensors (for "stage" at the same time as the transport).
-        adding: of it, vLLM's `add_lora`: pack, register, slots, and for "offload" the offload.
-        offloading: of it, the offload.
-        rebuilding: seconds of `add_lora` after an eviction from slots and host cache.
-        python: microseconds of Python a tensor in receiving, without waiting for copies; 0 where nothing is received.
-        peak: bytes of GPU memory above rest, at most, slots not counted.
-        left: bytes of allocated GPU memory more than at rest, once active.
-        left_reserved: the same, reserved.
-        pinned: bytes that this package has page-locked.
-        pinned_by_torch: bytes in torch's cache of page-locked memory.
-        tokens: greedy tokens.
-        rebuilt_tokens: the same after the rebuild.
-    """
-
-    strategy: str
-    number: int
-    seconds: float
-    transport: float
-    receiving: float
-    adding: float
-    offloading: float
-    rebuilding: float
-    python: float
-    peak: int
-    left: int
-    left_reserved: int
-    pinned: int
-    pinned_by_torch: int
-    tokens: tuple[int, ...]
-    rebuilt_tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes held after one of many syncs: GPU allocated and reserved, page-locked by us and by torch, host resident."""
-
-    allocated: int
-    reserved: int
-    pinned: int
-    pinned_by_torch: int
-    resident: int
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What `run` found.
-
-    Attributes:
-        device: name of the GPU, or "cpu".
-        versions: of torch, vllm and this package.
-        model: name or path, and how many layers.
-        rank: of the adapter.
-        tensors: that a sync transports.
-        packed_bytes: of the adapter as vLLM registers it, measured.
-        predicted: of the calculator: bytes by holder; empty where it does not know the model.
-        slot_bytes: measured.
-        reserving: seconds to page-lock one adapter's memory.
-        link: bytes a second of one large copy from the device to the host.
-        streamed: bytes a second from an adapter that is on the device to its place on the host, by "stage".
-        slot_copy: seconds of one copy of `packed_bytes` from page-locked memory to the device.
-        syncs: all.
-        repeats: what is held after each of many more syncs by "stage", if asked for.
-    """
-
-    device: str
-    versions: dict[str, str]
-    model: str
-    layers: int
-    rank: int
-    tensors: int
-    packed_bytes: int
-    predicted: dict[str, int]
-    slot_bytes: int
-    reserving: float
-    link: float
-    streamed: float
-    slot_copy: float
-    syncs: tuple[Sync, ...] = field(default=())
-    repeats: tuple[Held, ...] = field(default=())
-
-    @property
-    def tokens_equal(self) -> bool:
-        """Whether every sync of the same version gave the same tokens, before and after its rebuild."""
-        by_number: dict[int, set[tuple[int, ...]]] = {}
-        for sync in self.syncs:
-            by_number.setdefault(sync.number, set()).update({sync.tokens, sync.rebuilt_tokens})
-        return all(len(found) == 1 for found in by_number.values())
-
-    def table(self) -> tuple[str, list[str], list[list[str]]]:
-        """Title, columns and rows for a terminal: seconds, and bytes in GiB, or in MiB where the adapter is small."""
-        unit, scale = ("GiB", 2**30) if self.packed_bytes >= 2**30 else ("MiB", 2**20)
-        columns = ["strategy", "sync", "total s", "add s", "offl. s", "rebuild s", f"peak {unit}", "left", "pinned"]
-        rows = [
-            [
-                sync.strategy,
-                str(sync.number),
-                f"{sync.seconds:.3f}",
-                f"{sync.adding:.3f}",
-                f"{sync.offloading:.3f}",
-                f"{sync.rebuilding:.3f}",
-                f"{sync.peak / scale:.3f}",
-                f"{sync.left / scale:.3f}",
-                f"{(sync.pinned + sync.pinned_by_torch) / scale:.3f}",
-            ]
-            for sync in self.syncs
-        ]
-        limit = f"{self.packed_bytes / self.link:.3f}"
-        rows.append(["link limit", "", limit, "", "", f"{self.slot_copy:.3f}", "", "", ""])
-        predicted = {name: f"{nbytes / scale:.4f}" for name, nbytes in self.predicted.items()}
-        title = (
-            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; {unit}: "
-            f"packed {self.packed_bytes / scale:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
-            f"{self.slot_bytes / scale:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
-        )
-        return title, columns, rows
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {**dataclasses.asdict(self), "tokens_equal": self.tokens_equal}
+_LINK_BYTES = 2**31
+"""Bytes of the copies that the link's rate is taken from: enough for its full rate."""
 
 
 def engine_config(model: str, layers: int | None = None) -> dict[str, Any]:
@@ -188,63 +61,107 @@ def run(
     say: Callable[[str], None] = lambda text: None,
     **engine: Any,
 ) -> Bench:
-    """Sync an adapter of the routed experts (of everything, in a dense model) by each strategy in one engine.
+    """Start an engine for an adapter of this rank and bench it there; see `run_in`.
 
     Args:
         config: of the model, as in its config.json.
-        model: what to call it in the result.
-        rank: of the adapter.
-        strategies: to compare.
-        syncs: versions of the adapter, one after the other; 2 or more.
-        repeats: that many more syncs by "stage", to see that nothing grows.
-        say: told what is going on.
         engine: options for vLLM.
     """
-    if syncs < 2:
-        raise ValueError(f"syncs is {syncs}; it must be 2 or more: the first one pays for what is reserved once")
+    _check_syncs(syncs)
     say("starting vLLM")
+    llm = start(config, max_rank=rank, **engine)
+    return run_in(llm, config, model=model, rank=rank, strategies=strategies, syncs=syncs, repeats=repeats, say=say)
+
+
+def start(config: dict[str, Any], *, max_rank: int, **engine: Any) -> Any:
+    """An engine with dummy weights and one slot for adapters of at most this rank."""
     with tempfile.TemporaryDirectory() as directory:
-        llm = scenarios.start_engine(scenarios.write_model(directory, config), max_lora_rank=slot_rank(rank), **engine)
+        model = scenarios.write_model(directory, config)
+        return scenarios.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **engine})
+
+
+def run_in(
+    llm: Any,
+    config: dict[str, Any],
+    *,
+    model: str,
+    rank: int,
+    strategies: tuple[vllm_hook.Strategy, ...] = STRATEGIES,
+    syncs: int = 2,
+    repeats: int = 0,
+    generate: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Bench:
+    """Sync an adapter of the routed experts (of everything, in a dense model) by each strategy in one engine.
+
+    Args:
+        llm: the one engine of this process, started with `max_loras=1, max_cpu_loras=1`.
+        config: of its model, for the calculator.
+        model: what to call it in the result.
+        rank: of the adapter.
+        strategies: to compare. One that the GPU has no room for is left out; `Bench.skipped` says why.
+        syncs: versions of the adapter, one after the other; 2 or more.
+        repeats: that many more syncs by "stage", to see that nothing grows.
+        generate: compare tokens too; without it slots only, for an engine that can load adapters but not run here.
+        say: told what is going on.
+    """
+    _check_syncs(syncs)
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
     device = manager.device
+    max_lora_rank = int(manager.lora_config.max_lora_rank)
     transport = Transport(manager, rank, device)
-    scenarios.generate(llm, None)
+    if generate:
+        scenarios.generate(llm, None)  # what a first step allocates for good is not the adapter's
     transport.all_of(0)
     vllm_hook.release_device_memory()
     transport_alone = min(transport.seconds(number) for number in (1, 2))
 
-    say("page-locking")
+    say(f"rank {rank}: page-locking")
     with _timed() as reserving:
-        packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1)
-    vllm_hook.trim()
+        packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)
+    if strategies[0] != "stage":
+        vllm_hook.trim()  # not to be counted as held by the others
     link, slot_copy = _link(packed_bytes, device)
     found: list[Sync] = []
     held: list[Held] = []
+    skipped: dict[str, str] = {}
     streamed = 0.0
+    steps = progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * ("stage" in strategies))
     for strategy in strategies:
+        if no_room := _no_room(strategy, packed_bytes):
+            say(f"rank {rank}: {strategy} left out: {no_room}")
+            skipped[strategy] = no_room
+            continue
         vllm_hook.install(strategy)
         if strategy == "stage":
-            vllm_hook.reserve(transport.adapter_config)  # ahead of the first sync, as a trainer does at its start
+            # Ahead of the first sync, as a trainer does at its start.
+            vllm_hook.reserve(transport.adapter_config, wait=True)
             streamed = _streamed(transport, packed_bytes)
         for number in range(1, syncs + 1):
-            say(f"{strategy}, sync {number}")
-            found.append(_sync(llm, manager, strategy, number, transport, transport_alone))
+            say(f"rank {rank}: {strategy}, sync {number}")
+            found.append(_sync(llm, manager, strategy, number, transport, transport_alone, generate))
+            steps.update()
         if strategy == "stage" and repeats:
-            say(f"{repeats} more syncs")
-            held = [_repeat(llm, transport, syncs + 1 + number) for number in range(repeats)]
+            say(f"rank {rank}: {repeats} more syncs")
+            for number in range(repeats):
+                held.append(_repeat(llm, transport, syncs + 1 + number))
+                steps.update()
         vllm_hook.drop_adapter(1)
         vllm_hook.drop_adapter(2)
+        vllm_hook.trim()
         vllm_hook.release_device_memory()
+    steps.close()
     return Bench(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         versions=_versions(),
         model=model,
         layers=int(config["num_hidden_layers"]),
         rank=rank,
+        max_lora_rank=max_lora_rank,
         tensors=transport.tensors,
         packed_bytes=packed_bytes,
-        predicted=_predicted(config, rank, transport),
+        predicted=_predicted(config, rank, max_lora_rank, transport),
         slot_bytes=sum(vllm_hook.holders(manager)["slots"].values()),
         reserving=reserving(),
         link=link,
@@ -252,7 +169,25 @@ def run(
         slot_copy=slot_copy,
         syncs=tuple(found),
         repeats=tuple(held),
+        skipped=skipped,
     )
+
+
+def _check_syncs(syncs: int) -> None:
+    if syncs < 2:
+        raise ValueError(f"syncs is {syncs}; it must be 2 or more: the first one pays for what is reserved once")
+
+
+def _no_room(strategy: vllm_hook.Strategy, packed_bytes: int) -> str:
+    """Why a strategy does not fit the GPU now, or ""."""
+    if strategy == "stage" or not torch.cuda.is_available():
+        return ""
+    free, _ = torch.cuda.mem_get_info()
+    # Staged and packed, 1/16 of both and 1 GiB for what torch's allocator loses between blocks and for generating.
+    needed = 2 * packed_bytes + packed_bytes // 8 + 2**30
+    if needed <= free:
+        return ""
+    return f"it needs {needed} bytes of GPU memory (twice the adapter's {packed_bytes}, and room), {free} are free"
 
 
 class Transport:
@@ -275,8 +210,9 @@ class Transport:
             chunk[f"base_model.model.{module}.lora_A.weight"] = a
             chunk[f"base_model.model.{module}.lora_B.weight"] = b
         self.tensors = sum(len(chunk) for chunk in self.shapes.values())
+        # "experts", and no more: `down_proj` would announce dense layers and shared experts too.
         names = {name.split(".")[-3] for chunk in self.shapes.values() for name in chunk}
-        self.targets = sorted(names)
+        self.targets = ["experts"] if experts else sorted(names)
         self.adapter_config = {"r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": self.targets}
 
     def chunks(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -295,13 +231,19 @@ class Transport:
     def seconds(self, version: int) -> float:
         """How long making all of them takes, each chunk dropped as the next comes."""
         with _timed() as elapsed:
-            for _ in self.chunks(version):
-                pass
+            for chunk in self.chunks(version):
+                del chunk
         return elapsed()
 
 
 def _sync(
-    llm: Any, manager: Any, strategy: vllm_hook.Strategy, number: int, transport: Transport, transport_alone: float
+    llm: Any,
+    manager: Any,
+    strategy: vllm_hook.Strategy,
+    number: int,
+    transport: Transport,
+    transport_alone: float,
+    generate: bool,
 ) -> Sync:
     gpu = transport.device.type == "cuda"
     # What "keep" left on the GPU is not counted against the next sync.
@@ -344,14 +286,16 @@ def _sync(
     seconds = elapsed()
     peak = (torch.cuda.max_memory_allocated() if gpu else 0) - rest[0]
     after = scenarios.device_memory()
+    held = vllm_hook.holders(manager)
     # The request has been loaded; asked for again it is what any later step brings.
-    tokens, _ = scenarios.generate(llm, request)
+    tokens = scenarios.generate(llm, request)[0] if generate else []
+    slots = _digest_of_slots(manager)
     _evict(llm, manager)
     scenarios.synchronize()
     with _timed() as rebuilding:
         llm.llm_engine.add_lora(request)
     rebuild = rebuilding()
-    rebuilt_tokens, _ = scenarios.generate(llm, request)
+    rebuilt_tokens = scenarios.generate(llm, request)[0] if generate else []
     return Sync(
         strategy=strategy,
         number=number,
@@ -366,28 +310,56 @@ def _sync(
         left=after[0] - rest[0],
         left_reserved=after[1] - rest[1],
         pinned=HostBlock.pinned_bytes,
-        pinned_by_torch=_pinned_by_torch(),
+        pinned_by_torch=pinned_by_torch() or 0,
+        held=held,
         tokens=tuple(tokens),
         rebuilt_tokens=tuple(rebuilt_tokens),
+        slots=slots,
+        rebuilt_slots=_digest_of_slots(manager),
     )
 
 
-def _repeat(llm: Any, transport: Transport, version: int) -> Held:
-    with vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
-        for chunk in transport.chunks(version):
-            stage.add_all(chunk)
+def stream(
+    llm: Any,
+    transport: Transport,
+    version: int,
+    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+) -> Any:
+    """One sync by "stage", chunk by chunk, under id 1; returns vLLM's request.
+
+    Args:
+        llm: the engine, with the hook installed.
+        transport: makes the tensors.
+        version: of the adapter.
+        phase: entered with "stage", in it with "transport" and "receive" for each chunk and "wait", e.g. a profiler's.
+    """
+    with phase("stage"), vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
+        chunks = transport.chunks(version)
+        while True:
+            with phase("transport"):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            with phase("receive"):
+                stage.add_all(chunk)
             del chunk
-        request = stage.commit()
+        with phase("wait"):
+            request = stage.commit()
     llm.llm_engine.add_lora(request)
     scenarios.synchronize()
+    return request
+
+
+def _repeat(llm: Any, transport: Transport, version: int) -> Held:
+    stream(llm, transport, version)
     vllm_hook.release_device_memory()
-    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, _pinned_by_torch(), scenarios.resident())
+    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
 
 
-def _pinned_by_torch() -> int:
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, "host_memory_stats"):
-        return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+def _digest_of_slots(manager: Any) -> str:
+    digest = scenarios.one_digest(scenarios.slot_digests(manager))
+    vllm_hook.release_device_memory()  # its working memory
+    return digest
 
 
 def _evict(llm: Any, manager: Any) -> None:
@@ -419,9 +391,10 @@ def _streamed(transport: Transport, packed_bytes: int) -> float:
 
 
 def _link(nbytes: int, device: torch.device) -> tuple[float, float]:
-    """Bytes a second of one large copy to the host, and seconds of one back."""
-    host = HostBlock(nbytes).take((nbytes,), torch.uint8)
-    data = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    """Bytes a second of one large copy to the host, and the seconds that so many bytes take back at the link's rate."""
+    size = min(nbytes, _LINK_BYTES)
+    host = HostBlock(size).take((size,), torch.uint8)
+    data = torch.ones(size, dtype=torch.uint8, device=device)
     down, up = [], []
     for _ in range(3):
         with _timed() as elapsed:
@@ -432,10 +405,10 @@ def _link(nbytes: int, device: torch.device) -> tuple[float, float]:
         up.append(elapsed())
     del host, data
     vllm_hook.release_device_memory()
-    return nbytes / min(down), min(up)
+    return size / min(down), min(up) * nbytes / size
 
 
-def _predicted(config: dict[str, Any], rank: int, transport: Transport) -> dict[str, int]:
+def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport: Transport) -> dict[str, int]:
     from lora_mem.footprints import footprint
     from lora_mem.layers import SizingError
 
@@ -443,12 +416,12 @@ def _predicted(config: dict[str, Any], rank: int, transport: Transport) -> dict[
         figures = footprint(
             config,
             rank=rank,
-            max_lora_rank=slot_rank(rank),
+            max_lora_rank=max_lora_rank,
             target_modules=["experts"] if transport.experts else "all-linear",
         ).to_dict()
     except SizingError:
         return {}
-    return {key: figures[key] for key in ("packed_bytes", "staged_bytes", "slot_bytes")}
+    return {key: figures[key] for key in ("packed_bytes", "staged_bytes", "shared_bytes", "slot_bytes")}
 
 
 def _versions() -> dict[str, str]:

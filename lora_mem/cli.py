@@ -1,10 +1,11 @@
-"""The command line: `lora-mem size` and `lora-mem plan`. Prints what is calculated; needs neither torch nor vllm."""
+"""The command line. `size`, `plan` and `report` need neither torch nor vllm."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -258,6 +259,7 @@ def bench(
 ) -> None:
     """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes."""
     from lora_mem.bench import STRATEGIES, engine_config, run
+    from lora_mem.progress import say
 
     if strategy not in (*STRATEGIES, "all"):
         _fail(SizingError("strategy", strategy, f"must be one of {', '.join(STRATEGIES)}, all"))
@@ -276,7 +278,7 @@ def bench(
         strategies=tuple(name for name in STRATEGIES if strategy in (name, "all")),
         syncs=syncs,
         repeats=repeats,
-        say=lambda text: print(text, file=sys.stderr),
+        say=say,
         gpu_memory_utilization=gpu_memory_utilization,
     )
     if as_json:
@@ -297,12 +299,55 @@ def demo() -> None:
     raise typer.Exit(run())
 
 
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """What is installed, whether the hook fits this vLLM, what this machine can do. Exit code 1: something is bad."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from lora_mem import doctor as doctors
+
+    console = Console(highlight=False)
+    found = []
+    for check in doctors.checks():
+        found.append(check)
+        if not as_json:
+            colour = {"ok": "green", "warn": "yellow", "bad": "bold red"}[check.state]
+            console.print(f"[{colour}]{check.state:<5}[/]{escape(check.name)}: {escape(check.found)}", soft_wrap=True)
+            if check.advice:
+                console.print(f"     -> {check.advice}", soft_wrap=True, markup=False)
+    result = doctors.to_dict(found)
+    if as_json:
+        print(json.dumps(result, indent=2))
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A dated report: README.md, raw data, plots.")],
+    output: Annotated[Path | None, typer.Option(help="The page; default the folder's name with .html, here.")] = None,
+) -> None:
+    """One report folder as one HTML page that needs nothing else: tables with units, images inlined, no server."""
+    from lora_mem.report import ReportError, render
+
+    try:
+        page = render(folder)
+    except (ReportError, ImportError) as error:
+        _fail(error)
+    output = output or Path(f"{folder.resolve().name}.html")
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        _fail(SizingError("output", str(output), f"cannot be written ({error.strerror}); name a file"))
+    print(output)
+
+
 def _names(target_modules: str) -> str | list[str]:
     names = [name.strip() for name in target_modules.split(",")]
     return names[0] if len(names) == 1 else names
 
 
-def _fail(error: ValueError) -> NoReturn:
+def _fail(error: Exception) -> NoReturn:
     print(f"lora-mem: {error}", file=sys.stderr)
     raise typer.Exit(2)
 

@@ -101,6 +101,11 @@ class Footprint:
         """What one adapter takes once it is registered and staged; memory that both share counted once."""
         return self.packed_bytes + self.staged_bytes - self.shared_bytes
 
+    @property
+    def registered_adapters(self) -> int:
+        """How many of them the worker holds: `max_cpu_loras`; 1 for a measurement, which has no options."""
+        return self.options.max_cpu_loras if self.options else 1
+
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """Each figure with its formula and inputs."""
@@ -113,7 +118,7 @@ class Footprint:
         trainer has the GPU. With `sleep_mode` vLLM sleeps during training: slots are in its pool and leave the GPU,
         registered and staged adapters are outside of it and stay.
         """
-        kept = self._registered() * self.registered_bytes if self.strategy == "keep" else 0
+        kept = self.registered_adapters * self.registered_bytes if self.strategy == "keep" else 0
         sync = {"keep": kept, "offload": self.registered_bytes, "stage": self.under_way_bytes}[self.strategy]
         awake = {"slots": self.slot_bytes, "adapters": kept}
         return {
@@ -122,9 +127,6 @@ class Footprint:
             "generation": awake,
             "training": {"slots": 0 if sleep_mode else self.slot_bytes, "adapters": kept},
         }
-
-    def _registered(self) -> int:
-        return self.options.max_cpu_loras if self.options else 1
 
     def why(self, name: str) -> str:
         """Why a figure is what it is: its formula, its inputs and, for a holder, each kind of module that adds to it.
@@ -317,7 +319,7 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]])
     body = ""
     for row in rows:
         cells = "".join(
-            f"<td style='text-align:right'>{html.escape(cell)}</td>"
+            f"<td style='text-align:right;white-space:nowrap'>{html.escape(cell)}</td>"
             if re.match(r"[-+]?\d", cell)
             else f"<td>{html.escape(cell)}</td>"
             for cell in row

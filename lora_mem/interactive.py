@@ -23,11 +23,12 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         "model": widgets.Combobox(value=model, options=list(known_models()), description="model", ensure_option=False),
         "rank": widgets.IntText(value=rank, description="rank"),
         "target_modules": widgets.Text(value="all-linear", description="targets"),
+        # Not None: a Dropdown takes that for no choice.
         "max_lora_rank": widgets.Dropdown(
-            options=[("smallest", None), *((str(value), value) for value in MAX_LORA_RANKS)], description="max rank"
+            options=[("smallest", 0), *((str(value), value) for value in MAX_LORA_RANKS)], description="max_lora_rank"
         ),
         "max_loras": widgets.IntSlider(value=1, min=1, max=32, description="max_loras"),
-        "max_cpu_loras": widgets.IntSlider(value=1, min=1, max=128, description="max_cpu"),
+        "max_cpu_loras": widgets.IntSlider(value=1, min=1, max=128, description="max_cpu_loras"),
         "tensor_parallel_size": widgets.Dropdown(options=[1, 2, 4, 8, 16], value=1, description="TP"),
         "enable_expert_parallel": widgets.Checkbox(value=False, description="expert parallel"),
         "fully_sharded_loras": widgets.Checkbox(value=False, description="fully sharded"),
@@ -36,6 +37,9 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         ),
         "strategy": widgets.Dropdown(options=list(STRATEGIES), value="offload", description="strategy"),
     }
+    for widget in choose.values():
+        widget.style.description_width = "8rem"
+        widget.layout.width = "26rem"
     output = widgets.HTML()
     box = widgets.VBox([widgets.VBox(list(choose.values())), output])
     box.result = None
@@ -44,6 +48,7 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         chosen = {name: widget.value for name, widget in choose.items()}
         names = [name.strip() for name in chosen.pop("target_modules").split(",")]
         targets = names[0] if len(names) == 1 else names
+        chosen["max_lora_rank"] = chosen["max_lora_rank"] or None
         # More slots than registered adapters is nothing that vLLM takes: the lower slider follows.
         chosen["max_cpu_loras"] = max(chosen["max_cpu_loras"], chosen["max_loras"])
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem.host_memory import HostBlock, aligned
+from lora_mem.host_memory import HostBlock, aligned, copied, view_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,6 +74,7 @@ class HostCopies:
                 # Factors that were expanded from one (stride 0) are copied once and expanded again.
                 self._copies[key] = target.expand(new[key].shape) if target.shape != new[key].shape else target
                 self._nbytes += source.nbytes
+                copied.to_host += source.nbytes if source.is_cuda else 0
             self._sources += new.values()
         self._moved += sum(key is not None for key in keys)
         return [tensor if key is None else self._copies[key] for tensor, key in zip(tensors, keys, strict=True)]
@@ -121,14 +122,6 @@ def release_device_memory() -> None:
         return
     torch.cuda.ipc_collect()
     torch.cuda.empty_cache()
-
-
-def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that show the same memory in the same way. Valid while the tensor is alive."""
-    storage = tensor.untyped_storage()
-    # A meta tensor has no address; its storage object tells it apart.
-    address = tensor.data_ptr() if tensor.device.type != "meta" else (storage._cdata, tensor.storage_offset())
-    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def memory(tensors: Iterable[torch.Tensor]) -> dict[tuple[str, int], int]:

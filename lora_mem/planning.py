@@ -7,7 +7,7 @@ weights, KV cache and the peak of a sync is within the GPU's memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lora_mem.buffers import MAX_LORA_RANKS, whole_number
 from lora_mem.footprints import FIGURES, Footprint, footprint, gib, html_table
 from lora_mem.layers import SizingError
-from lora_mem.shapes import ModelShape
+from lora_mem.progress import progress
+from lora_mem.shapes import ModelShape, known_models
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -276,7 +277,8 @@ def sweep(model: ModelShape | dict[str, Any] | str | Path, **axes: Any) -> pd.Da
 
 
 def _sweep_rows(shape: ModelShape, varied: dict[str, Any], fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for values in itertools.product(*varied.values()):
+    combinations = list(itertools.product(*varied.values()))
+    for values in progress(combinations, what=f"sizing {shape.name}"):
         row: dict[str, Any] = dict(zip(varied, values, strict=True))
         try:
             result = footprint(shape, **fixed, **row)
@@ -284,3 +286,27 @@ def _sweep_rows(shape: ModelShape, varied: dict[str, Any], fixed: dict[str, Any]
             yield {**row, **dict.fromkeys(FIGURES), "error": str(error)}
         else:
             yield {**row, **{name: getattr(result, name) for name in FIGURES}, "error": ""}
+
+
+def by_model(models: Sequence[str] | None = None, *, rank: int, **options: Any) -> pd.DataFrame:
+    """Footprints and savings of models, one row each: the figures, what each change saves, in bytes, and `error`.
+
+    Args:
+        models: names or paths; default every model of the built-in table.
+        rank: of the adapter.
+        options: arguments of `footprint`. A model that they do not fit has no figures and says why in `error`.
+    """
+    import pandas
+
+    rows = []
+    for model in progress(list(models or known_models()), what="sizing models"):
+        row: dict[str, Any] = {"model": model}
+        try:
+            result = footprint(model, rank=rank, **options)
+            row |= {name: getattr(result, name) for name in FIGURES}
+            row |= {answer.question: answer.value for answer in savings(model, rank=rank, **options)}
+            row["error"] = ""
+        except SizingError as error:
+            row["error"] = str(error)
+        rows.append(row)
+    return pandas.DataFrame(rows).set_index("model").convert_dtypes()

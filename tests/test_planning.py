@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import lora_mem
 
-from lora_mem.footprints import footprint
+from lora_mem.footprints import STRATEGIES, footprint
 from lora_mem.layers import SizingError
-from lora_mem.planning import GPUS, plan, savings, sweep
+from lora_mem.planning import GPUS, by_model, plan, savings, sweep
+from lora_mem.shapes import known_models
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -119,6 +120,19 @@ def test_a_sweep_is_a_frame_of_footprints() -> None:
     assert row.slot_bytes == footprint(QWEN, rank=64, tensor_parallel_size=4, max_loras=2).slot_bytes
 
 
+def test_models_side_by_side() -> None:
+    pytest.importorskip("pandas")
+    frame = by_model([QWEN, "Qwen/Qwen2.5-7B-Instruct"], rank=16, tensor_parallel_size=8)
+    assert list(frame.index) == [QWEN, "Qwen/Qwen2.5-7B-Instruct"]
+    row = frame.loc[QWEN]
+    assert row.slot_bytes == footprint(QWEN, rank=16, tensor_parallel_size=8).slot_bytes
+    for answer in savings(QWEN, rank=16, tensor_parallel_size=8):
+        assert row[answer.question] == answer.value
+    assert "which is 28" in frame.error["Qwen/Qwen2.5-7B-Instruct"]
+    assert frame.slot_bytes.isna()["Qwen/Qwen2.5-7B-Instruct"]
+    assert len(by_model(rank=8)) == len(known_models())
+
+
 def test_plots_take_and_return_axes() -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")
@@ -131,13 +145,13 @@ def test_plots_take_and_return_axes() -> None:
     assert plot_phases(result, ax=given) is given
     heights = [patch.get_height() for patch in given.patches]
     assert sum(heights[i] for i in (1, 5)) == pytest.approx(result.gpu_sync_peak_bytes / GIB)
-    staged = footprint(QWEN, rank=64, strategy="stage")
-    holders = plot_holders({"keep": result, "stage": staged})
-    heights = [patch.get_height() * GIB for patch in holders.patches]
-    assert heights[::2] == pytest.approx(
-        [result.slot_bytes, result.packed_bytes, result.staged_bytes - result.shared_bytes]
-    )
-    assert heights[1::2] == pytest.approx([staged.slot_bytes, staged.packed_bytes, 0])
+    holders = plot_holders({strategy: footprint(QWEN, rank=64, strategy=strategy) for strategy in STRATEGIES})
+    bars = [holders.patches[start : start + 3] for start in (0, 3, 6)]
+    assert sum(bar.get_height() for bar in bars[0]) == pytest.approx(result.gpu_resident_bytes / GIB)
+    assert [bool(bar.get_hatch()) for bar in bars[0]] == [False, False, False]
+    for strategy, drawn in zip(STRATEGIES[1:], bars[1:], strict=True):
+        on_host = sum(bar.get_height() for bar in drawn if bar.get_hatch())
+        assert on_host == pytest.approx(footprint(QWEN, rank=64, strategy=strategy).host_bytes / GIB)
     heat = plot_rank_by_tp(QWEN, ranks=(8, 64), tensor_parallel_sizes=(1, 3))
     texts = [text.get_text() for text in heat.texts]
     assert texts == [f"{footprint(QWEN, rank=rank).slot_bytes / GIB:.2f}" for rank in (8, 64)]
@@ -155,6 +169,9 @@ def test_the_interactive_planner_follows_its_widgets() -> None:
     expected = footprint(QWEN, rank=64, max_loras=4, tensor_parallel_size=2)
     assert box.result.slot_bytes == expected.slot_bytes
     assert f"{expected.slot_bytes:,}" in box.children[1].value
+    box.choose["max_lora_rank"].value = 128
+    expected = footprint(QWEN, rank=64, max_loras=4, tensor_parallel_size=2, max_lora_rank=128)
+    assert box.result.slot_bytes == expected.slot_bytes
     box.choose["rank"].value = 0
     assert box.result is None
     assert "rank=0" in box.children[1].value

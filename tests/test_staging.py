@@ -21,13 +21,14 @@ from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.request import LoRARequest
 
-from lora_mem import vllm_hook
+from lora_mem import checking, vllm_hook
 from lora_mem.checking import AdapterError
 from lora_mem.host_memory import HostBlock
 from lora_mem.staging import Layout, Receiver, StagedAdapter
 
-EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 8, 12, 4
+EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
+REQUEST = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1")
 LAYOUTS = [
     "gated",
     "non_gated",
@@ -143,6 +144,10 @@ def adapter(layout, generator, dtype, alias):
     return tensors
 
 
+def _helper(config):
+    return vllm_hook._peft_helper(config)
+
+
 def slots_of(manager, layer, model):
     manager._adapter_manager._create_merged_loras_inplace(model)
     registered = model.loras[NAME]
@@ -154,7 +159,7 @@ def slots_of(manager, layer, model):
 
 def vllm_slots(manager, layer, tensors, config, fused, ep):
     """What vLLM's own loader and packing make of the adapter."""
-    helper = vllm_hook._peft_helper(config)
+    helper = _helper(config)
     if ep is not None and not fused:
         spec = MoEEPLoadSpec(ep[0], EXPERTS // ep[1], EXPERTS)
         tensors = {name: t for name, t in tensors.items() if not _is_remote_expert_key(name, spec)}
@@ -165,7 +170,7 @@ def vllm_slots(manager, layer, tensors, config, fused, ep):
 
 
 def layout_for(manager, config):
-    helper = vllm_hook._peft_helper(config)
+    helper = _helper(config)
     return Layout(
         vllm_hook.served_model(manager),
         lambda names: vllm_hook._names(names, helper, None, None),
@@ -177,7 +182,7 @@ def receive(manager, tensors, config, chunks):
     layout = layout_for(manager, config)
     receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
     for chunk in chunks:
-        receiver.add_all((name, tensors[name]) for name in chunk)
+        receiver.add_all({name: tensors[name] for name in chunk})
     receiver.finish()
     return receiver
 
@@ -185,9 +190,9 @@ def receive(manager, tensors, config, chunks):
 def staged_slots(manager, layer, receiver, config, fused):
     stage = StagedAdapter(1, "one", config, parts=receiver.parts)
     request = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1", is_3d_lora_weight=fused)
-    first = vllm_hook._model_of_parts(manager, stage, request, vllm_hook._peft_helper(config))
+    first = vllm_hook._model_of_parts(manager, stage, request, _helper(config))
     slots = slots_of(manager, layer, first)
-    again = vllm_hook._model_of_parts(manager, stage, request, vllm_hook._peft_helper(config))
+    again = vllm_hook._model_of_parts(manager, stage, request, _helper(config))
     for name, buffer in slots_of(manager, layer, again).items():
         assert torch.equal(buffer, slots[name]), f"{name} differs after a rebuild"
     return slots
@@ -238,7 +243,7 @@ def test_the_block_is_filled_to_the_byte_with_what_vllm_would_register(layout):
     tensors = adapter(layout, torch.Generator().manual_seed(0), torch.bfloat16, False)
     receiver = receive(manager, tensors, config, [list(tensors)])
     assert receiver.block.used == receiver.block.nbytes
-    helper = vllm_hook._peft_helper(config)
+    helper = _helper(config)
     model = LoRAModel.from_lora_tensors(1, dict(tensors), helper, device="cpu", dtype=torch.bfloat16)
     model.is_3d_lora_weight = "fused" in layout or "interleaved" in layout
     manager._adapter_manager._create_merged_loras_inplace(model)
@@ -255,12 +260,92 @@ def test_a_factor_that_all_experts_share_lies_in_memory_once():
     sizes = {(part.projection, part.is_a): tensor.shape[0] for part, tensor in receiver.parts.items()}
     assert sizes == {(0, True): 1, (2, True): 1, (1, False): 1, (0, False): 4, (2, False): 4, (1, True): 4}
     stage = StagedAdapter(1, "one", config, parts=receiver.parts)
-    request = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1")
-    model = vllm_hook._model_of_parts(manager, stage, request, vllm_hook._peft_helper(config))
+    model = vllm_hook._model_of_parts(manager, stage, REQUEST, _helper(config))
     a = model.loras[NAME].lora_a
     assert [tensor.shape[0] for tensor in (a[0], a[1], a[2])] == [1, 4, 1]  # what is held
     assert [tensor.shape[0] for tensor in a] == [4, 4, 4]  # what set_lora unpacks
     assert next(iter(a)).stride(0) == 0
+
+
+def test_the_block_is_as_large_as_shared_factors_need(hook):
+    manager, layer = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    layout = vllm_hook._layout(manager, config)
+    shared = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, True)
+    own = adapter("gated", torch.Generator().manual_seed(1), torch.bfloat16, False)
+    full = layout.announced = layout.nbytes(own)
+    assert layout.exact_nbytes(own) == full
+    exact = layout.exact_nbytes(shared)
+    assert exact < full
+    sizes = []
+    # Announced as if every expert had its own: what is not needed is given back, and not asked for the next time. An
+    # adapter that shares nothing, after one that did, gets what it needs.
+    for tensors in (shared, shared, own, own, shared):
+        stage = vllm_hook.Stage(1, "one", config, manager, full, load_inplace=True)
+        stage.add_all(tensors)
+        stage.commit()
+        staged = vllm_hook._staged[1]
+        sizes.append(staged.block.nbytes)
+        distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
+        assert sum(tensor.nbytes for tensor in staged.parts.values()) == sum(distinct.values())
+        slots = slots_of(manager, layer, vllm_hook._model_of_parts(manager, staged, REQUEST, _helper(config)))
+        wanted = vllm_slots(manager, layer, tensors, config, False, None)
+        assert all(torch.equal(slots[name], wanted[name]) for name in wanted)
+    assert sizes == [exact, exact, sizes[2], full, exact]
+    assert sizes[2] <= exact  # what did not fit lies beside it
+
+
+def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
+    manager, layer = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    receiver = receive(manager, tensors, config, [list(tensors)])
+    stage = StagedAdapter(1, "one", config, parts=receiver.parts)
+    model = vllm_hook._made_here(vllm_hook._model_of_parts(manager, stage, REQUEST, _helper(config)), stage)
+    adapters = manager._adapter_manager
+    before = adapters.packed_modules
+    assert len(before[NAME]) == 3 * EXPERTS
+    looked_for = []
+    original = LoRAModelManager._get_lora_layer_weights
+    monkeypatch.setattr(
+        LoRAModelManager,
+        "_get_lora_layer_weights",
+        lambda self, model, name: looked_for.append(name) or original(self, model, name),
+    )
+    slots = slots_of(manager, layer, model)
+    assert not any(".gate_proj" in name for name in looked_for)
+    assert adapters.packed_modules is before
+    expected = vllm_slots(manager, layer, tensors, config, False, None)
+    assert any(".gate_proj" in name for name in looked_for)  # vLLM's own model has them one by one
+    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("layout", ["fused", "mixed_fused"])
+@pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"target_modules": ["q_proj"]}], ids=str)
+def test_fused_experts_as_peft_makes_them(layout, lora, hook):
+    """transformers 5 holds routed experts as parameters; PEFT reaches them by `target_parameters`."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        **{"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8},
+    )
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"r": RANK, "lora_alpha": 3 * RANK, "target_modules": [], "target_parameters": parameters, **lora}
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **lora))
+    everything = peft.get_peft_model_state_dict(model)
+    tensors = {name: tensor for name, tensor in everything.items() if "experts" in name}
+    assert len(tensors) == 4
+    adapter_config = checking.plain_config(model.peft_config["default"])
+    manager, layer = worker(layout)
+    expected = vllm_slots(manager, layer, tensors, adapter_config, True, None)
+    receiver = receive(manager, tensors, adapter_config, [[name] for name in reversed(tensors)])
+    slots = staged_slots(manager, layer, receiver, adapter_config, True)
+    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    assert any(buffer.any() for buffer in slots.values())
+    # What the config announces is what arrives.
+    assert vllm_hook._announced_bytes(manager, adapter_config) == receiver.block.nbytes
 
 
 def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
@@ -275,7 +360,7 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
 
         def sync():
             for chunk in chunks:
-                receiver.add_all(chunk.items())
+                receiver.add_all(chunk)
             receiver.finish()
 
         with pytest.raises(AdapterError, match=message):
@@ -288,7 +373,7 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     attempt(r"has factors for some experts but not for .*experts\.2\.down_proj", without)
     attempt("lora_A.weight has no B", {name: t for name, t in tensors.items() if name != names[1]})
     attempt("came twice", tensors, {names[0]: tensors[names[0]]})
-    attempt(r"is \[4, 9\], expected \[4, 8\]", {names[0]: torch.zeros(RANK, HIDDEN + 1)})
+    attempt(r"is \[4, 33\], expected \[4, 32\]", {names[0]: torch.zeros(RANK, HIDDEN + 1)})
     attempt("cannot cast", {names[0]: tensors[names[0]].to(torch.int32)})
     attempt(r"1 module that .*experts\.9\.gate_proj", {f"{prefix}.9.gate_proj.lora_A.weight": tensors[names[0]]})
     attempt("names that are not PEFT's", {"gate_proj": tensors[names[0]]})
@@ -305,7 +390,7 @@ def test_names_are_read_once():
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
     tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
     read = []
-    helper = vllm_hook._peft_helper(config)
+    helper = _helper(config)
 
     def names(new):
         read.extend(new)
@@ -314,7 +399,7 @@ def test_names_are_read_once():
     layout = Layout(vllm_hook.served_model(manager), names, helper.get_rank_and_scaling)
     for sync in range(3):
         receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
-        receiver.add_all(tensors.items())
+        receiver.add_all(tensors)
         receiver.finish()
         if sync == 0:
             first = len(read)

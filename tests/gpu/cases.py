@@ -8,11 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import lora_mem
 from lora_mem import bench, scenarios, vllm_hook
+from lora_mem.profiling import phase
 
 TINY_GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -94,9 +97,9 @@ def against_directory(
 ) -> dict[str, Any]:
     """Two adapters in turn, three times each; `wanted` for each of the two."""
     with tempfile.TemporaryDirectory() as directory:
-        # Little of the GPU for each: these cases run side by side.
+        # Little of the GPU for each, and no look at what is free: these cases run side by side.
         model = scenarios.write_model(f"{directory}/model", config)
-        llm = scenarios.start_engine(model, gpu_memory_utilization=0.08, **engine)
+        llm = scenarios.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28, **engine)
         vllm_hook.install()
         manager = scenarios.only_manager()
         adapters = [
@@ -155,6 +158,38 @@ def qwen3_30b_a3b() -> dict[str, Any]:
     return {"engine_seconds": started, "lives": [life.to_dict() for life in lives]}
 
 
+def profiles() -> dict[str, Any]:
+    """Each strategy's sync under torch's profiler: four layers of Qwen3-30B-A3B at rank 64, received by layer."""
+    rank = 64
+    with tempfile.TemporaryDirectory() as directory:
+        config = scenarios.QWEN3_30B_A3B | {"num_hidden_layers": 4}
+        llm = scenarios.start_engine(scenarios.write_model(directory, config), max_lora_rank=rank)
+        vllm_hook.install()
+        transport = bench.Transport(scenarios.only_manager(), rank, torch.device("cuda"))
+        found: dict[str, Any] = {"packed_bytes": vllm_hook.reserve(transport.adapter_config)}
+        for strategy in bench.STRATEGIES:
+            vllm_hook.install(strategy)
+            for number in range(2):  # the first one warms up
+                vllm_hook.drop_adapter(1)
+                vllm_hook.release_device_memory()
+                trace = Path(directory, f"{strategy}-{number}.json.gz")
+                with lora_mem.profile(trace=trace, trace_ops=False) as profiler:
+                    with phase("stage"):
+                        if strategy == "stage":
+                            with vllm_hook.open_stage(1, transport.adapter_config) as stage:
+                                for chunk in transport.chunks(number):
+                                    stage.add_all(chunk)
+                                    del chunk
+                                request = stage.commit()
+                            del stage
+                        else:
+                            request = vllm_hook.stage_adapter(1, transport.all_of(number), transport.adapter_config)
+                    llm.llm_engine.add_lora(request)
+            found[strategy] = profiler.result.to_dict() | {"trace_bytes": trace.stat().st_size}
+            vllm_hook.drop_adapter(1)
+    return found
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "gated_2d": lambda: against_directory(scenarios.TINY_MOE, [everything, everything]),
     "gated_2d_patterns": lambda: against_directory(
@@ -170,6 +205,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "qwen3_30b_a3b": qwen3_30b_a3b,
     "bench_30b": bench_30b,
+    "profiles": profiles,
 }
 
 

@@ -87,16 +87,18 @@ def test_the_bench_at_full_size():
     assert all(sync["pinned"] <= 2 * PACKED * 1.01 for sync in syncs["stage"])  # two generations
     assert found["streamed"] >= 0.9 * found["link"]
     # More than the transport alone, once every name has been read.
-    assert syncs["stage"][1]["seconds"] - syncs["stage"][1]["transport"] <= 0.15 + found["slot_copy"]
+    assert syncs["stage"][1]["seconds"] - syncs["stage"][1]["transport"] <= 0.15
+    assert syncs["stage"][1]["python"] <= 3  # microseconds a tensor
     for number in range(2):
         assert syncs["stage"][number]["seconds"] < syncs["keep"][number]["seconds"]
         assert syncs["stage"][number]["seconds"] < syncs["offload"][number]["seconds"]
-        assert syncs["stage"][number]["rebuilding"] <= found["slot_copy"] + 0.02
+        assert syncs["stage"][number]["rebuilding"] <= found["slot_copy"] + 0.01
     after_the_second = found["repeats"][1:]
     for name in ("allocated", "reserved", "pinned", "pinned_by_torch"):
         assert len({held[name] for held in after_the_second}) == 1, name
     resident = [held["resident"] for held in after_the_second]
     assert max(resident) - min(resident) < 64 * MIB
+    assert found["reserving"] <= 1
 
 
 def test_qwen3_30b_a3b_leaves_the_gpu():
@@ -121,3 +123,34 @@ def test_qwen3_30b_a3b_leaves_the_gpu():
         assert life["tokens"] == keep["tokens"] == life["rebuilt_tokens"]
         assert life["logprobs"] == keep["logprobs"] == life["rebuilt_logprobs"]
         assert life["slots"] == keep["slots"] == life["rebuilt_slots"]
+
+
+def test_a_profile_agrees_with_the_device_s_own_trace():
+    result = run("profiles")
+    packed = result["packed_bytes"]
+    phases = {name: {phase["name"]: phase for phase in result[name]["phases"]} for name in ("keep", "offload", "stage")}
+    for name, found in phases.items():
+        assert list(found) == ["stage", "load", "build", "pack", "activate", *(["offload"] * (name != "keep"))]
+        for one in found.values():
+            assert one["device_seconds"] > 0, (name, one)
+            assert one["device_seconds"] <= one["seconds"] * 1.01 + 1e-4, (name, one)
+            assert one["traced"]["to_host"] == one["to_host"], (name, one)
+            # vLLM also sets a flag or two of each layer, from ordinary memory: 4 layers of experts and of attention.
+            assert 0 <= one["traced"]["to_device"] - one["to_device"] <= 256, (name, one)
+    assert {name: found["activate"]["to_device"] for name, found in phases.items()} == {
+        "keep": 0,
+        "offload": 0,
+        "stage": packed,
+    }
+    assert phases["keep"]["load"]["to_host"] == 0
+    assert phases["offload"]["offload"]["to_host"] == 2 * packed  # what was received, and what was packed
+    assert phases["offload"]["offload"]["to_host_rate"] > 20e9
+    assert phases["stage"]["stage"]["to_host"] == packed
+    assert phases["stage"]["load"]["to_host"] == 0
+    for name, expected in (("keep", 2 * packed), ("offload", 0), ("stage", 0)):
+        total = result[name]["total"]
+        assert total["after"]["allocated"] - total["before"]["allocated"] == expected, name
+    assert phases["stage"]["stage"]["peak"]["allocated"] - phases["stage"]["stage"]["before"]["allocated"] < packed
+    # The copies run while the next layer is made and stacked.
+    streamed = phases["stage"]["stage"]["traced"]
+    assert streamed["overlapped"] > 0.02 * streamed["to_host_seconds"]

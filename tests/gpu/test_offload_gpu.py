@@ -75,6 +75,22 @@ def test_a_block_is_exact_pinned_and_given_back():
         HostBlock(8).take((4,), torch.float32)
 
 
+def test_a_block_that_is_shrunk_stays_page_locked_as_far_as_it_is_used():
+    pinned = HostBlock.pinned_bytes
+    block = HostBlock(512 * MIB)
+    tensor = block.take((16 * MIB,), torch.bfloat16)
+    source = torch.randn(16 * MIB, device="cuda", dtype=torch.bfloat16)
+    tensor.copy_(source)
+    before = _resident()
+    block.shrink()
+    assert before - _resident() > 470 * MIB
+    assert HostBlock.pinned_bytes - pinned == block.nbytes == 32 * MIB
+    assert tensor.is_pinned()
+    assert torch.equal(tensor.cuda(), source)
+    del block, tensor
+    assert HostBlock.pinned_bytes == pinned
+
+
 def test_a_pinned_host_tensor_stays_as_it_is():
     pinned = torch.randn(8).pin_memory()
     holder = {"pinned": pinned}

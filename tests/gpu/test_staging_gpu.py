@@ -50,7 +50,7 @@ def test_from_the_gpu_in_any_order(layout, dtype, alpha, rslora, alias, on_host,
             else on_device.setdefault(id(tensors[name]), tensors[name].cuda())
             for name in names[start::cuts]
         }
-        receiver.add_all(chunk.items())
+        receiver.add_all(chunk)
         for tensor in chunk.values():
             tensor.fill_(float("nan"))  # on the current stream, at once
     receiver.finish()
@@ -74,7 +74,7 @@ def test_views_of_one_large_buffer_are_let_go():
         start += tensor.numel()
     where = layout_for(manager, config)
     receiver = Receiver(where, HostBlock(where.nbytes(tensors)))
-    receiver.add_all(views.items())
+    receiver.add_all(views)
     del bucket, views
     receiver.finish()
     release_device_memory()

