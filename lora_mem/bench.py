@@ -259,23 +259,31 @@ def _sync(
         scenarios.synchronize()
         marks[event] = time.perf_counter()
 
-    receiving = waited = 0.0
+    receiving = waited = transporting = 0.0
     with _timed() as elapsed:
         if strategy == "stage":
             with vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
-                for chunk in transport.chunks(number):
+                chunks = transport.chunks(number)
+                while True:
                     began = time.perf_counter()
+                    chunk = next(chunks, None)
+                    arrived = time.perf_counter()
+                    transporting += arrived - began
+                    if chunk is None:
+                        break
                     stage.add_all(chunk)
-                    receiving += time.perf_counter() - began
+                    receiving += time.perf_counter() - arrived
                     del chunk
                 waited = stage.waited
                 request = stage.commit()
             del stage
         else:
-            tensors = transport.all_of(number)
             began = time.perf_counter()
+            tensors = transport.all_of(number)
+            arrived = time.perf_counter()
+            transporting = arrived - began
             request = vllm_hook.stage_adapter(1, tensors, transport.adapter_config, load_inplace=True)
-            receiving = time.perf_counter() - began
+            receiving = time.perf_counter() - arrived
             del tensors
         scenarios.synchronize()
         began = time.perf_counter()
@@ -316,6 +324,7 @@ def _sync(
         rebuilt_tokens=tuple(rebuilt_tokens),
         slots=slots,
         rebuilt_slots=_digest_of_slots(manager),
+        transporting=transporting,
     )
 
 

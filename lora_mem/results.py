@@ -17,6 +17,7 @@ class Sync:
         number: from 1; the first of a strategy pays for what is reserved once.
         seconds: from the first tensor made to the adapter active in its slot, transport included.
         transport: of it, what the transport alone takes (measured by itself).
+        transporting: of it, what the transport took in this sync, its work on the device not waited for.
         receiving: of it, taking the tensors (for "stage" at the same time as the transport).
         adding: of it, vLLM's `add_lora`: pack, register, slots, and for "offload" the offload.
         offloading: of it, the offload.
@@ -53,6 +54,7 @@ class Sync:
     rebuilt_tokens: tuple[int, ...]
     slots: str
     rebuilt_slots: str
+    transporting: float = 0.0
 
 
 @dataclass(frozen=True)
