@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 from dataclasses import replace
@@ -371,6 +372,29 @@ def test_what_a_measurement_says_of_itself(llm, hook, manager):
     assert first.compare(received).equal
     assert received.why("packed") == first.why("packed")
     assert received.to_frame().equals(first.to_frame())
+
+
+def test_what_is_on_the_device_and_what_on_the_host(manager, hook, monkeypatch):
+    """A worker with a GPU: where tensors are decides, whatever the strategy. Meta tensors stand for the GPU's."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    worker = hook.live_worker(manager)
+    monkeypatch.setattr(hook, "live_worker", lambda _: dataclasses.replace(worker, device=torch.device("meta")))
+    on_device, host, shared = torch.empty(4, 8, device="meta"), torch.empty(6, 4), torch.empty(6, 4, device="meta")
+    loras = {
+        "model.layers.0.o_proj": LoRALayerWeights("o_proj", 4, 8, on_device, host),
+        "model.layers.1.qkv_proj": PackedLoRALayerWeights(
+            "qkv_proj", 4, [8, 8], [on_device, None], [shared, shared], [1, 1]
+        ),
+    }
+    manager._adapter_manager._registered_adapters[77] = LoRAModel(77, 4, loras)
+    measured = lora_mem.measure(manager)
+    assert measured.packed_bytes == 4 * (4 * 8 + 6 * 4 + 6 * 4)  # what two modules share, once
+    assert measured.gpu_resident_bytes == measured.slot_bytes + 4 * (4 * 8 + 6 * 4)
+    assert (measured.host_bytes, measured.host_pinned_bytes) == (96, 128)
+    assert "cpu=96" in measured.why("packed")
+    assert "meta=224" in measured.why("packed")
 
 
 def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
