@@ -219,7 +219,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
         title=title or None,
         caption=caption,
         box=None if plain else box.HEAVY_HEAD,
-        padding=(0, 2, 0, 0) if plain else (0, 1),
+        padding=(0, 1, 0, 0) if plain else (0, 1),
     )
     for index, column in enumerate(columns):
         numbers = column in ("bytes", "GiB") or (plain and index > 0)

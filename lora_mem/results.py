@@ -128,27 +128,28 @@ class Bench:
     def table(self) -> tuple[str, list[str], list[list[str]]]:
         """Title, columns and rows for a terminal: seconds, and bytes in GiB, or in MiB where the adapter is small."""
         unit, scale = ("GiB", 2**30) if self.packed_bytes >= 2**30 else ("MiB", 2**20)
-        columns = ["strategy", "sync", "total s", "add s", "offl. s", "rebuild s", f"peak {unit}", "left", "pinned"]
+        columns = ["strategy", "total s", "recv", "add", "offl.", "rebuild", "peak", "left", "resv.", "pinned"]
         rows = [
             [
-                sync.strategy,
-                str(sync.number),
+                f"{sync.strategy} {sync.number}",
                 f"{sync.seconds:.3f}",
+                f"{sync.receiving:.3f}",
                 f"{sync.adding:.3f}",
                 f"{sync.offloading:.3f}",
                 f"{sync.rebuilding:.3f}",
                 f"{sync.peak / scale:.3f}",
                 f"{sync.left / scale:.3f}",
+                f"{sync.left_reserved / scale:.3f}",
                 f"{(sync.pinned + sync.pinned_by_torch) / scale:.3f}",
             ]
             for sync in self.syncs
         ]
         limit = f"{self.packed_bytes / self.link:.3f}"
-        rows.append(["link limit", "", limit, "", "", f"{self.slot_copy:.3f}", "", "", ""])
+        rows.append(["link limit", limit, "", "", "", f"{self.slot_copy:.3f}", "", "", "", ""])
         predicted = {name: f"{nbytes / scale:.4f}" for name, nbytes in self.predicted.items()}
         title = (
-            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; {unit}: "
-            f"packed {self.packed_bytes / scale:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
+            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; seconds, then {unit}. "
+            f"Packed {self.packed_bytes / scale:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
             f"{self.slot_bytes / scale:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
             + "".join(f"; {strategy} left out: {reason}" for strategy, reason in self.skipped.items())
         )
