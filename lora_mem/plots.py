@@ -127,7 +127,7 @@ def plot_seconds_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Ax
 
 
 def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes:
-    """What a sync leaves over rank, in GiB, a line for each strategy: on the GPU, and page-locked on the host (dashed).
+    """What a sync leaves over rank, in GiB, a line for each strategy: on the GPU, and page-locked by us (dashed).
 
     Crosses are the calculator's: one packed adapter, and packed with staged.
     """
@@ -135,7 +135,7 @@ def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes
     for strategy, syncs in _last_syncs(benches).items():
         ranks = [rank for rank, _ in syncs]
         colour = STRATEGY_COLOURS[strategy]
-        pinned = [(sync.pinned + sync.pinned_by_torch) / GIB for _, sync in syncs]
+        pinned = [sync.pinned / GIB for _, sync in syncs]
         ax.plot(ranks, [sync.left / GIB for _, sync in syncs], "o-", color=colour, label=f"{strategy}: on the GPU")
         if any(pinned):
             ax.plot(ranks, pinned, "o--", color=colour, label=f"{strategy}: page-locked")
