@@ -372,7 +372,8 @@ def footprint(
         enable_expert_parallel: routed experts are split over the workers instead of sliced.
         fully_sharded_loras: vLLM's option of that name.
         dtype: dtype of the adapter's tensors as they are received, and of the model.
-        lora_dtype: dtype of slots and packed tensors; `auto` is `dtype`.
+        lora_dtype: dtype of slots and packed tensors; `auto` is `dtype`. vLLM's GPU kernels stop at start-up where
+            it is not the model's.
         pipeline_parallel_size: stages that the layers are split over.
         pipeline_rank: the stage of the worker; the one with the most slot bytes where it is not given.
         data_parallel_size: replicas; they share the routed experts, split or sliced.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,6 @@ from lora_mem import vllm_hook
 from lora_mem.footprints import HOLDERS, Footprint, Strategy, most_under_way, padding, power_of_two
 from lora_mem.offload import memory
 from lora_mem.vllm_hook import LiveAdapter
-
-Memory = dict[tuple[str, int], int]
-"""Bytes by device and address."""
 
 
 def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
@@ -142,14 +139,13 @@ def _all(modules: Mapping[str, list[torch.Tensor]]) -> list[torch.Tensor]:
     return [tensor for tensors in modules.values() for tensor in tensors]
 
 
-def _where(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+def _where(tensors: list[torch.Tensor]) -> dict[str, int]:
     """How many tensors show distinct memory, their bytes by device, and of these the page-locked ones."""
-    by_address = {(str(tensor.device), tensor.data_ptr()): tensor for tensor in tensors}
-    found = {"tensors": len(by_address)}
-    for (device, _), size in memory(by_address.values()).items():
+    every = memory(tensors)
+    found = {"tensors": len(every)}
+    for (device, _), size in every.items():
         found[device] = found.get(device, 0) + size
-    found["page_locked"] = sum(memory(tensor for tensor in by_address.values() if tensor.is_pinned()).values())
-    return found
+    return {**found, "page_locked": sum(memory(tensor for tensor in tensors if tensor.is_pinned()).values())}
 
 
 def _rows(holder: str, modules: Mapping[str, list[torch.Tensor]]) -> Iterator[dict[str, Any]]:

@@ -606,11 +606,13 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
     stage = _staged.get(lora_int_id)
     if registered is None and stage is None:
         raise KeyError(f"adapter {lora_int_id} is neither registered with vLLM nor staged in this process")
-    # Staged first: it outlives the registered model, so a view that both share must lie in the stage's block.
     groups: list[list[offload.Place]] = []
-    if stage is not None:
+    # What a stage laid out is on the host, and is not copied once more where it could not be page-locked.
+    laid_out = stage is not None and bool(stage.parts) and (registered is None or registered in stage.models)
+    # Staged first: it outlives the registered model, so a view that both share must lie in the stage's block.
+    if stage is not None and not laid_out:
         groups.append([(stage.tensors, key) for key in stage.tensors])
-    if registered is not None:
+    if registered is not None and not laid_out:
         groups.append(list(places(registered)))
     # vLLM reports device synchronisation inside a step unless it is announced.
     with gpu_sync_allowed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 from dataclasses import replace
@@ -373,6 +374,29 @@ def test_what_a_measurement_says_of_itself(llm, hook, manager):
     assert received.to_frame().equals(first.to_frame())
 
 
+def test_what_is_on_the_device_and_what_on_the_host(manager, hook, monkeypatch):
+    """A worker with a GPU: where tensors are decides, whatever the strategy. Meta tensors stand for the GPU's."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    worker = hook.live_worker(manager)
+    monkeypatch.setattr(hook, "live_worker", lambda _: dataclasses.replace(worker, device=torch.device("meta")))
+    on_device, host, shared = torch.empty(4, 8, device="meta"), torch.empty(6, 4), torch.empty(6, 4, device="meta")
+    loras = {
+        "model.layers.0.o_proj": LoRALayerWeights("o_proj", 4, 8, on_device, host),
+        "model.layers.1.qkv_proj": PackedLoRALayerWeights(
+            "qkv_proj", 4, [8, 8], [on_device, None], [shared, shared], [1, 1]
+        ),
+    }
+    manager._adapter_manager._registered_adapters[77] = LoRAModel(77, 4, loras)
+    measured = lora_mem.measure(manager)
+    assert measured.packed_bytes == 4 * (4 * 8 + 6 * 4 + 6 * 4)  # what two modules share, once
+    assert measured.gpu_resident_bytes == measured.slot_bytes + 4 * (4 * 8 + 6 * 4)
+    assert (measured.host_bytes, measured.host_pinned_bytes) == (96, 128)
+    assert "cpu=96" in measured.why("packed")
+    assert "meta=224" in measured.why("packed")
+
+
 def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
     from vllm.lora.request import LoRARequest
 
@@ -625,6 +649,21 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
     for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config, wait=True)):
         with pytest.raises(AdapterError, match=rf"cannot reserve {nbytes} bytes .*no room"):
             attempt()
+
+
+def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(llm, hook, manager, monkeypatch):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    # As on a host with a GPU whose limits refuse page-locking: asked for, and not to be had.
+    monkeypatch.setattr(hook, "_pin_memory", lambda: True)
+    request = hook.stage_adapter(1, tensors, config)
+    before = {part: tensor.data_ptr() for part, tensor in hook._staged[1].parts.items()}
+    llm.llm_engine.add_lora(request)
+    status = hook.status().adapters[0]
+    assert status.offload.copies == 0
+    assert "no CUDA device" in status.unpinned_because
+    assert {part: tensor.data_ptr() for part, tensor in hook._staged[1].parts.items()} == before
+    registered = hook.registered_model(manager, 1).loras["model.layers.0.self_attn.o_proj"]
+    assert registered.lora_a.data_ptr() in before.values()
 
 
 def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manager):

@@ -28,6 +28,9 @@ def test_two_workers_serve_it_as_from_a_directory():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    differences = found.pop("differences")
+    assert len(differences) == 2
+    assert not any(size for one in differences for size in one.values()), differences
     assert found == {
         "workers": 2,
         "equal": True,

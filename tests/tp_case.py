@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 
-from lora_mem.vllm_hook import WorkerExtension
+from lora_mem.measuring import WorkerExtension
 
 
 class Extension(WorkerExtension):
@@ -31,8 +31,12 @@ def main() -> None:
     from safetensors.torch import load
     from vllm.lora.request import LoRARequest
 
-    from lora_mem import scenarios
+    from lora_mem import footprint, scenarios
+    from lora_mem.footprints import Footprint
 
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+    common = {"rank": 8, "max_lora_rank": 16, "tensor_parallel_size": 2, "strategy": "stage"}
+    predicted = footprint(scenarios.TINY_DENSE, target_modules=names, **common)
     with tempfile.TemporaryDirectory() as directory:
         llm = scenarios.start_engine(
             scenarios.write_model(f"{directory}/model", scenarios.TINY_DENSE),
@@ -55,6 +59,10 @@ def main() -> None:
             "workers_differ": slots[0] != slots[1],
             "loaded": [status["adapters"][0]["loaded"] for status in llm.collective_rpc("lora_mem_status")],
             "laid_out": [status["adapters"][0]["laid_out"] for status in llm.collective_rpc("lora_mem_status")],
+            "differences": [
+                predicted.compare(Footprint.from_dict(plain)).difference
+                for plain in llm.collective_rpc("lora_mem_measure")
+            ],
             "dropped": llm.collective_rpc("lora_mem_drop_adapter", args=(1,)),
         }
     print(json.dumps(result), flush=True)

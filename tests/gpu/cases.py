@@ -190,7 +190,29 @@ def profiles() -> dict[str, Any]:
     return found
 
 
+def measured(config: dict[str, Any] = scenarios.TINY_MOE, device: str = "cuda") -> dict[str, Any]:
+    """What is measured less what is predicted, for each strategy: an adapter received on the GPU, experts included."""
+    differences = {}
+    with tempfile.TemporaryDirectory() as directory:
+        model = scenarios.write_model(f"{directory}/model", config)
+        llm = scenarios.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28)
+        vllm_hook.install()
+        manager = scenarios.only_manager()
+        for strategy in ("keep", "offload", "stage"):
+            vllm_hook.install(strategy)
+            tensors, adapter_config = scenarios.random_adapter(
+                manager, rank=8, seed=1, device=device, wanted=lambda name: name.endswith("_proj") or ".gate" in name
+            )
+            llm.llm_engine.add_lora(lora_mem.stage_adapter(1, tensors, adapter_config))
+            del tensors
+            predicted = lora_mem.footprint(config, rank=8, max_lora_rank=16, scaling=2, strategy=strategy)
+            differences[strategy] = predicted.compare(lora_mem.measure(llm)).difference
+            lora_mem.drop_adapter(1)
+    return {"differences": differences}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "measured": measured,
     "gated_2d": lambda: against_directory(scenarios.TINY_MOE, [everything, everything]),
     "gated_2d_patterns": lambda: against_directory(
         scenarios.TINY_MOE,

@@ -69,6 +69,13 @@ def test_slots_and_tokens_equal_those_of_a_directory(small_cases, case):
             assert one["left_reserved"] <= 0, one
 
 
+def test_predicted_equals_measured_where_the_tensors_are():
+    found = run("measured")["differences"]
+    assert set(found) == {"keep", "offload", "stage"}
+    for strategy, differences in found.items():
+        assert not any(differences.values()), (strategy, differences)
+
+
 def test_the_bench_at_full_size():
     found = run("bench_30b")
     assert found["tokens_equal"]
