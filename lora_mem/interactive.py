@@ -23,7 +23,7 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         "model": widgets.Combobox(value=model, options=list(known_models()), description="model", ensure_option=False),
         "rank": widgets.IntText(value=rank, description="rank"),
         "target_modules": widgets.Text(value="all-linear", description="targets"),
-        # Not None: a Dropdown takes that for no choice.
+        # Not None for what vLLM or the checkpoint decides: a Dropdown takes that for no choice.
         "max_lora_rank": widgets.Dropdown(
             options=[("smallest", 0), *((str(value), value) for value in MAX_LORA_RANKS)], description="max_lora_rank"
         ),
@@ -33,7 +33,7 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         "enable_expert_parallel": widgets.Checkbox(value=False, description="expert parallel"),
         "fully_sharded_loras": widgets.Checkbox(value=False, description="fully sharded"),
         "moe_backend": widgets.Dropdown(
-            options=[("the checkpoint's", None), *((name, name) for name in MOE_BACKENDS)], description="MoE backend"
+            options=[("the checkpoint's", ""), *((name, name) for name in MOE_BACKENDS)], description="MoE backend"
         ),
         "strategy": widgets.Dropdown(options=list(STRATEGIES), value="offload", description="strategy"),
     }
@@ -48,7 +48,7 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         chosen = {name: widget.value for name, widget in choose.items()}
         names = [name.strip() for name in chosen.pop("target_modules").split(",")]
         targets = names[0] if len(names) == 1 else names
-        chosen["max_lora_rank"] = chosen["max_lora_rank"] or None
+        chosen |= {name: chosen[name] or None for name in ("max_lora_rank", "moe_backend")}
         # More slots than registered adapters is nothing that vLLM takes: the lower slider follows.
         chosen["max_cpu_loras"] = max(chosen["max_cpu_loras"], chosen["max_loras"])
         try:

@@ -127,18 +127,29 @@ def plot_seconds_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Ax
 
 
 def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes:
-    """What a sync leaves over rank, in GiB, a line for each strategy: on the GPU, and page-locked on the host (dashed).
+    """What a sync leaves over rank, in GiB, a line for each strategy: on the GPU, and page-locked by us (dashed).
 
     Crosses are the calculator's: one packed adapter, and packed with staged.
     """
     ax = _axes(ax)
+    largest = max(bench.packed_bytes for bench in benches)
     for strategy, syncs in _last_syncs(benches).items():
-        ranks = [rank for rank, _ in syncs]
-        colour = STRATEGY_COLOURS[strategy]
-        pinned = [(sync.pinned + sync.pinned_by_torch) / GIB for _, sync in syncs]
-        ax.plot(ranks, [sync.left / GIB for _, sync in syncs], "o-", color=colour, label=f"{strategy}: on the GPU")
-        if any(pinned):
-            ax.plot(ranks, pinned, "o--", color=colour, label=f"{strategy}: page-locked")
+        figures = {"on the GPU": [sync.left for _, sync in syncs], "page-locked": [sync.pinned for _, sync in syncs]}
+        for where, sizes in figures.items():
+            # A small adapter that evicts the large one is page-locked under each strategy.
+            if where == "page-locked" and max(sizes) < largest / 100:
+                continue
+            # Wide under narrow: two generations on the host are as large as packed and staged on the GPU.
+            style = {"linestyle": "-", "linewidth": 5, "alpha": 0.6} if where == "on the GPU" else {"linestyle": "--"}
+            ax.plot(
+                [rank for rank, _ in syncs],
+                [size / GIB for size in sizes],
+                marker="o",
+                color=STRATEGY_COLOURS[strategy],
+                label=f"{strategy}: {where}",
+                zorder=2 if where == "on the GPU" else 3,
+                **style,
+            )
     known = [bench for bench in benches if bench.predicted]
     packed = [bench.predicted["packed_bytes"] for bench in known]
     both = [
@@ -146,7 +157,9 @@ def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes
     ]
     for name, sizes, marker in (("packed", packed, "x"), ("packed and staged", both, "+")):
         ranks = [bench.rank for bench in known]
-        ax.plot(ranks, [size / GIB for size in sizes], marker, color="black", ms=10, label=f"calculated: {name}")
+        ax.plot(
+            ranks, [size / GIB for size in sizes], marker, color="black", ms=10, zorder=4, label=f"calculated: {name}"
+        )
     _rank_axis(ax, benches)
     ax.set_ylabel("GiB in one worker")
     ax.legend()

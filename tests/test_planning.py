@@ -172,6 +172,9 @@ def test_the_interactive_planner_follows_its_widgets() -> None:
     box.choose["max_lora_rank"].value = 128
     expected = footprint(QWEN, rank=64, max_loras=4, tensor_parallel_size=2, max_lora_rank=128)
     assert box.result.slot_bytes == expected.slot_bytes
+    box.choose["moe_backend"].value = "triton"
+    assert box.result.slot_bytes == expected.slot_bytes
+    assert all(widget.value is not None for widget in box.choose.values())
     box.choose["rank"].value = 0
     assert box.result is None
     assert "rank=0" in box.children[1].value
