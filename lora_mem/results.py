@@ -148,7 +148,8 @@ class Bench:
         rows.append(["link limit", limit, "", "", "", f"{self.slot_copy:.3f}", "", "", "", ""])
         predicted = {name: f"{nbytes / scale:.4f}" for name, nbytes in self.predicted.items()}
         title = (
-            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; seconds, then {unit}. "
+            f"{self.model}, {self.layers} layers, rank {self.rank}, {self.tensors} tensors on {self.device}; "
+            f"seconds, then {unit}. "
             f"Packed {self.packed_bytes / scale:.4f} (predicted {predicted.get('packed_bytes', 'not')}), slots "
             f"{self.slot_bytes / scale:.4f} (predicted {predicted.get('slot_bytes', 'not')})"
             + "".join(f"; {strategy} left out: {reason}" for strategy, reason in self.skipped.items())

