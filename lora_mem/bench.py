@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 import lora_mem
-from lora_mem import scenarios, vllm_hook
+from lora_mem import engine_configs, scenarios, vllm_hook
 from lora_mem.buffers import slot_rank
 from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
 from lora_mem.progress import progress
 from lora_mem.results import Bench, Held, Sync
+from lora_mem.shapes import known_models
 
 STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
 
@@ -26,27 +27,35 @@ _LINK_BYTES = 2**31
 
 
 def engine_config(model: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json for an engine: of the tiny model, of Qwen3-30B-A3B's geometry, or a file's, cut to some layers.
+    """The config.json for an engine: of the tiny model, of a model of the built-in table, or a file's.
+
+    Args:
+        model: "tiny", a name of the table, or a path to a config.json or its directory.
+        layers: keep so many only.
 
     Raises:
-        ValueError: neither of these, or not so many layers.
+        ValueError: none of these, or not so many layers.
     """
     if model == "tiny":
         config = dict(scenarios.TINY_MOE if torch.cuda.is_available() else scenarios.TINY_DENSE)
     elif model == "Qwen/Qwen3-30B-A3B":
         config = dict(scenarios.QWEN3_30B_A3B)
+    elif model in known_models():
+        config = engine_configs.engine_config(model)
     else:
         path = Path(model)
         try:
             config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         except (OSError, ValueError):
             raise ValueError(
-                f"model is {model!r}; it must be 'tiny', 'Qwen/Qwen3-30B-A3B' or a path to a config.json"
+                f"model is {model!r}; it must be 'tiny', a name of the built-in table, such as Qwen/Qwen3-30B-A3B, or "
+                "a path to a config.json"
             ) from None
+    text = config.get("text_config", config)
     if layers is not None:
-        if not 1 <= layers <= config["num_hidden_layers"]:
-            raise ValueError(f"layers is {layers}; the model has {config['num_hidden_layers']}")
-        config["num_hidden_layers"] = layers
+        if not 1 <= layers <= text["num_hidden_layers"]:
+            raise ValueError(f"layers is {layers}; the model has {text['num_hidden_layers']}")
+        engine_configs.cut(text, layers)
     return config
 
 
@@ -77,7 +86,8 @@ def start(config: dict[str, Any], *, max_rank: int, **engine: Any) -> Any:
     """An engine with dummy weights and one slot for adapters of at most this rank."""
     with tempfile.TemporaryDirectory() as directory:
         model = scenarios.write_model(directory, config)
-        return scenarios.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **engine})
+        options = engine_configs.engine_options(config) if torch.cuda.is_available() else {}
+        return scenarios.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **options, **engine})
 
 
 def run_in(
@@ -156,7 +166,7 @@ def run_in(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         versions=_versions(),
         model=model,
-        layers=int(config["num_hidden_layers"]),
+        layers=int(config.get("text_config", config)["num_hidden_layers"]),
         rank=rank,
         max_lora_rank=max_lora_rank,
         tensors=transport.tensors,

@@ -151,13 +151,21 @@ def plain_config(adapter_config: Any) -> dict[str, Any]:
             if not _is_positive(value, kind):
                 raise AdapterError(f"adapter_config[{pattern!r}][{key!r}] is {value!r}; it must be {words}")
     # vLLM asks for the field but takes the modules from the tensors' names.
-    targets = values["target_modules"] = values.get("target_modules") or []
-    if isinstance(targets, str):
-        _check_pattern("adapter_config['target_modules']", targets)
-    elif not isinstance(targets, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in targets):
+    values["target_modules"] = values.get("target_modules") or []
+    for name, also in (("target_modules", ", or 'all-linear'"), ("exclude_modules", "")):
+        names = values.get(name) or []
+        if isinstance(names, str):
+            _check_pattern(f"adapter_config[{name!r}]", names)
+        elif not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in names):
+            raise AdapterError(
+                f"adapter_config[{name!r}] is {names!r}; it must be a list of names or a regular expression{also}"
+            )
+    layers = values.get("layers_to_transform")
+    if layers is not None and not all(
+        isinstance(layer, Integral) for layer in (layers if isinstance(layers, (list, tuple)) else [layers])
+    ):
         raise AdapterError(
-            f"adapter_config['target_modules'] is {targets!r}; it must be a list of names, a regular expression, or "
-            "'all-linear'"
+            f"adapter_config['layers_to_transform'] is {layers!r}; it must be the number of a layer, or a list of them"
         )
     try:
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))

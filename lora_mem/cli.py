@@ -248,7 +248,9 @@ def _gib(name: str, value: float) -> int:
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Option(help="tiny, Qwen/Qwen3-30B-A3B, or a path to a config.json.")] = "tiny",
+    model: Annotated[
+        str, typer.Option(help="tiny, a name of the built-in table, or a path to a config.json.")
+    ] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Cut the model to so many layers.")] = None,
     rank: Rank = 64,
     strategy: Annotated[str, typer.Option(help="keep, offload, stage, or all.")] = "all",

@@ -56,6 +56,7 @@ _PACKING = "_create_merged_loras_inplace"
 _SHAPING = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "target_parameters", "modules_to_save"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern"),
 )
 _MOST_LAYOUTS = 16
 
@@ -1079,6 +1080,9 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
     targets = config["target_modules"]
     if isinstance(targets, str) and targets != "all-linear":
         return None, "target_modules is a regular expression"
+    for name in ("exclude_modules", "layers_to_transform", "modules_to_save"):
+        if config.get(name) not in (None, []):
+            return None, f"the adapter_config has {name}, which the calculator does not know"
     if not hasattr(adapters.model.config, "to_dict"):
         return None, "the model has no config of transformers"
     try:
@@ -1109,24 +1113,60 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
 
 
 def _targets(config: dict[str, Any]) -> Callable[[str], bool]:
-    """PEFT's rule: a regular expression for the whole name, or names of which one is the module's or its ending."""
+    """PEFT's rule for which modules an adapter has.
+
+    `target_modules`, less `exclude_modules`, is a regular expression for the whole name, or names of which one is the
+    module's or its ending; names only hold in `layers_to_transform`, where that is given. `modules_to_save` have none.
+    """
     targets = config["target_modules"]
     parameters = tuple(config.get("target_parameters") or ())
+    excluded = _named(config.get("exclude_modules") or ())
+    saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in config.get("modules_to_save") or ()]
+
+    def left_out(module: str) -> bool:
+        return excluded(module) or any(pattern.match(module) for pattern in saved)
+
     if targets == "all-linear":
-        return lambda module: module.rpartition(".")[2] not in ("embed_tokens", "lm_head")
-    if isinstance(targets, str):
-        pattern = re.compile(targets)
-        return lambda module: pattern.fullmatch(module) is not None
-    endings = tuple(f".{target}" for target in targets)
+        return lambda module: module.rpartition(".")[2] not in ("embed_tokens", "lm_head") and not left_out(module)
+    named, in_layers = _named(targets), _in_layers(config)
     # PEFT's fused experts: gate_up_proj is stored as experts.base_layer, down_proj as experts.
-    fused = any("experts" in parameter for parameter in parameters) or "experts" in targets
+    fused = any("experts" in parameter for parameter in parameters) or (
+        not isinstance(targets, str) and "experts" in targets
+    )
 
     def wanted(module: str) -> bool:
         if fused and (module.endswith((".experts", ".experts.base_layer")) or ".experts." in module):
             return True
-        return f".{module}".endswith(endings) if endings else False
+        return named(module) and in_layers(module) and not left_out(module)
 
     return wanted
+
+
+def _named(names: str | Iterable[str]) -> Callable[[str], bool]:
+    """PEFT's rule for names of modules: a regular expression for all of one, or one of them or its ending."""
+    if isinstance(names, str):
+        pattern = re.compile(names)
+        return lambda module: pattern.fullmatch(module) is not None
+    endings = tuple(f".{name}" for name in names)
+    return lambda module: f".{module}".endswith(endings) if endings else False
+
+
+def _in_layers(config: dict[str, Any]) -> Callable[[str], bool]:
+    """PEFT's `layers_to_transform`, by the first number in a name, or the first after one of `layers_pattern`."""
+    layers = config.get("layers_to_transform")
+    if isinstance(config["target_modules"], str) or layers is None or layers == []:
+        return lambda module: True
+    numbers = {layers} if isinstance(layers, int) else set(layers)
+    patterns = config.get("layers_pattern") or []
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    found = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns] or [r".*?\.[^.]*\.(\d+)\."]
+
+    def inside(module: str) -> bool:
+        matches = (re.match(pattern, module) for pattern in found)
+        match = next((match for match in matches if match), None)
+        return match is not None and int(match.group(1)) in numbers
+
+    return inside
 
 
 def _model_of_parts(manager: Any, stage: StagedAdapter, request: LoRARequest, helper: PEFTHelper) -> LoRAModel:

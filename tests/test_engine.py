@@ -704,6 +704,38 @@ def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, mon
     hook._layouts.clear()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["self_attn.o_proj"], "exclude_modules": ["layers.1.self_attn.o_proj"]},
+        {"target_modules": r".*\.[qv]_proj", "exclude_modules": r".*\.2\..*"},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 3]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 2, "layers_pattern": "layers"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks", "layers"]},
+        {"target_modules": ["k_proj", "lm_head"], "exclude_modules": ["lm_head"]},
+        {"target_modules": "all-linear", "exclude_modules": ["mlp.up_proj"]},
+        {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_the_modules_that_a_config_announces_are_those_that_peft_gives_factors(hook, manager, options):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    fields = {key: value for key, value in scenarios.TINY_DENSE.items() if key not in ("architectures", "dtype")}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["qwen3"](**fields))
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
+    theirs = {
+        name.removeprefix("base_model.model.").split(".lora_")[0]
+        for name in peft.get_peft_model_state_dict(model)
+        if ".lora_" in name
+    }
+    wanted = hook._targets({"r": 4, **options})
+    served = hook.served_model(manager)
+    ours = {name for name in served.modules if name not in served.aliases and wanted(name)}
+    assert ours == theirs != set()
+
+
 def test_status_says_what_was_predicted_and_why_not(hook, manager):
     tensors, config = adapter(manager, wanted=ATTENTION)
     for targets, because in ((config["target_modules"], ""), (r".*\.[qkvo]_proj", "a regular expression")):
