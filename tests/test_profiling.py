@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -95,6 +97,48 @@ def test_it_decorates():
     assert len(sampled.profile.samples) >= 4
 
 
+def test_it_decorates_coroutines():
+    @lora_mem.profile
+    async def wait(seconds):
+        """Mine."""
+        with profiling.phase("part"):
+            await asyncio.sleep(seconds)
+        if not seconds:
+            raise ValueError("mine")
+        return seconds
+
+    assert inspect.iscoroutinefunction(wait)
+    assert wait.__doc__ == "Mine."
+    assert asyncio.run(wait(0.05)) == 0.05
+    assert names(wait.profile) == [(0, "wait"), (1, "part")]
+    assert wait.profile.phase("wait").seconds >= 0.05
+    with pytest.raises(ValueError, match="mine"):
+        asyncio.run(wait(0))
+    assert wait.profile.phase("wait").error == "ValueError: mine"
+
+    async def both():
+        return await asyncio.gather(wait(0.05), wait(0.05), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    assert first == 0.05
+    assert "running already" in str(second)
+    assert wait.profile.phase("wait").error == ""
+
+
+def test_what_cannot_be_decorated_is_refused():
+    def numbers():
+        yield 1
+
+    async def later():
+        yield 1
+
+    for function in (numbers, later):
+        with pytest.raises(TypeError, match=f"{function.__name__} is a generator's function.*around the loop"):
+            lora_mem.profile(function)
+    with pytest.raises(TypeError, match=r"profile got 'trace\.json' to decorate; give it a function, and options by"):
+        lora_mem.profile("trace.json")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is not there")
 def test_host_memory_is_measured_and_what_there_is_not_is_said():
     with lora_mem.profile(sample_every=0.001) as profiler:
@@ -148,8 +192,15 @@ def test_what_a_result_shows(tmp_path):
 def test_options_that_are_not_allowed():
     with pytest.raises(ValueError, match=r"trace is 'trace\.txt'; it must end in \.json or \.json\.gz, or be a dir"):
         lora_mem.profile(trace="trace.txt")
-    with pytest.raises(ValueError, match="sample_every is 0; it must be seconds above 0"):
-        lora_mem.profile(sample_every=0)
+    for seconds in (0, -1, "x", True, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"sample_every is {seconds!r}; it must be a number of seconds above 0"):
+            lora_mem.profile(sample_every=seconds)
+    for option in ("trace", "snapshot"):
+        with pytest.raises(ValueError, match=f"{option} is 5; it must be a path, or None"):
+            lora_mem.profile(**{option: 5})
+    for device in (-1, "cuda:0", True):
+        with pytest.raises(ValueError, match=f"device is {device!r}; it must be a GPU's index"):
+            lora_mem.profile(device=device)
 
 
 @pytest.mark.parametrize("ops", [True, False])
