@@ -387,6 +387,23 @@ def test_the_magic_keeps_what_a_failing_cell_has_shown(shell):
         shell.run_cell_magic("lora_mem", "--fast", "1")
 
 
+def test_the_magic_refuses_what_it_cannot_do(shell):
+    from IPython.core.error import UsageError
+
+    for name in ("5x", "class", "a.b"):
+        with pytest.raises(UsageError, match=f"name is '{name}'; it must be a name for a Python variable"):
+            shell.run_cell_magic("lora_mem", name, "ran = True")
+    with pytest.raises(UsageError, match=r"cannot await.*`with lora_mem\.profile"):
+        shell.run_cell_magic("lora_mem", "kept", "import asyncio\nran = True\nawait asyncio.sleep(0)")
+    assert not {"ran", "kept", "5x", "class", "a.b"} & shell.user_ns.keys()
+
+
+def test_what_the_magic_says_to_do_instead_awaits(shell):
+    block = "with lora_mem.profile() as profiler, profiler.phase('mine'):\n    await asyncio.sleep(0.02)"
+    shell.run_cell(f"import asyncio, lora_mem\n{block}").raise_error()
+    assert shell.user_ns["profiler"].result.phase("mine").seconds >= 0.02
+
+
 def test_loading_the_package_stays_light():
     code = (
         "import sys, lora_mem; lora_mem.load_ipython_extension; print('torch' in sys.modules, 'IPython' in sys.modules)"
