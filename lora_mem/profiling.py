@@ -44,9 +44,9 @@ RANGE = "lora_mem: "
 
 _MOST_SNAPSHOT_ENTRIES = 100_000
 
-# Profiles under way, and their phases: torch's peak counters are one for all of them.
+# Profiles under way, and the blocks that are watched, phases among them: torch's peak counters are one for all of them.
 _open: list[Profiler] = []
-_frames: list[_Frame] = []
+_frames: list[Watch] = []
 
 
 @dataclass(frozen=True)
@@ -300,12 +300,19 @@ class Profile:
         )
 
 
-class _Frame:
-    """A phase under way."""
+class Watch:
+    """A block under way: memory as it began, and the most since."""
 
     def __init__(self, before: Memory) -> None:
         self.before = before
         self.peak = before
+
+
+class _Frame(Watch):
+    """A phase under way."""
+
+    def __init__(self, before: Memory) -> None:
+        super().__init__(before)
         self.copied = (copied.to_host, copied.to_device)
         self.events: list[torch.cuda.Event] = []
         self.began = 0.0
@@ -626,7 +633,7 @@ class Profiler:
 
 
 def memory_and_peak(device: int | None = None) -> tuple[Memory, Memory]:
-    """Memory now, and with torch's peaks since the last call; every open phase learns of them.
+    """Memory now, and with torch's peaks since the last call; every open phase and watch learns of them.
 
     Use it in place of `torch.cuda.reset_peak_memory_stats` in code that is profiled: the counters are one for all.
     """
@@ -636,6 +643,18 @@ def memory_and_peak(device: int | None = None) -> tuple[Memory, Memory]:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
     return now, most
+
+
+@contextmanager
+def watched(device: int | None = None) -> Iterator[Watch]:
+    """The most memory in a block, as `peak` once it is over; phases in it and profiles around it lose nothing by it."""
+    watch = Watch(memory_and_peak(device)[0])
+    _frames.append(watch)
+    try:
+        yield watch
+    finally:
+        memory_and_peak(device)
+        _frames.remove(watch)
 
 
 def _memory(device: int | None) -> tuple[Memory, Memory]:

@@ -7,9 +7,11 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -158,6 +160,25 @@ def test_host_memory_is_measured_and_what_there_is_not_is_said():
     assert seconds == sorted(seconds)
     assert max(sample.memory.host_resident for sample in profiler.result.samples) >= take.after.host_resident
     del kept
+
+
+def test_a_watch_and_phases_see_the_most_in_each_other():
+    with lora_mem.profile() as profiler, profiler.phase("outer"), profiling.watched() as memory:
+        with profiler.phase("inner"):
+            kept = torch.ones(64 * MIB, dtype=torch.uint8)
+        with profiling.watched() as later:
+            del kept
+    outer = profiler.result.phase("outer")
+    for peak in (memory.peak, outer.peak):
+        assert peak.host_resident - outer.before.host_resident >= 63 * MIB
+    assert memory.peak.host_resident == later.before.host_resident
+    assert outer.after.host_resident <= memory.peak.host_resident - 63 * MIB
+
+
+def test_torch_s_peak_counters_are_read_and_reset_in_one_place():
+    package = Path(lora_mem.__file__).parent
+    names = re.compile(r"torch\.cuda\.(reset_peak_memory_stats|max_memory_\w+)\(")
+    assert [path.name for path in package.glob("*.py") if names.search(path.read_text())] == ["profiling.py"]
 
 
 def test_what_a_result_shows(tmp_path):
