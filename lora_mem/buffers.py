@@ -223,7 +223,7 @@ def local_experts(module: Experts, options: Options) -> int:
 def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...]:
     """Output sizes of the slots of a column-parallel module in one worker.
 
-    Key and value heads are replicated where there are fewer than ranks.
+    Key and value heads, and slices named so, are replicated where there are fewer heads than ranks.
 
     Raises:
         SizingError: `tensor_parallel_size` does not divide as vLLM requires.
@@ -234,21 +234,35 @@ def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...
         return _qkv_per_rank(module, tp)
     if module.kind == "mamba":
         return _mamba_per_rank(module, tp)
-    for heads in module.heads:
-        _divide(heads, tp, module, "number of heads")
-    return tuple(_divide(size, tp, module, "output size") for size in module.slices)
+    widths = []
+    for index, size in enumerate(module.slices):
+        if index in module.replicated:
+            heads = module.heads[index]
+            widths.append(size // heads * _replicated_heads(heads, tp, module, "number of heads"))
+        else:
+            if module.heads:
+                _divide(module.heads[index], tp, module, "number of heads")
+            widths.append(_divide(size, tp, module, "output size"))
+    return tuple(widths)
+
+
+def _replicated_heads(heads: int, tp: int, module: Linear, what: str) -> int:
+    """Heads in one worker: a share of them, or a whole one where there are fewer than workers."""
+    if tp < heads:
+        return _divide(heads, tp, module, what)
+    if tp % heads:
+        raise SizingError("tensor_parallel_size", tp, f"must be a multiple of {what}={heads} of {module.name}")
+    return 1
 
 
 def _qkv_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
     heads, kv_heads, _ = module.heads
-    _divide(heads, tp, module, "num_attention_heads")
-    if tp < kv_heads:
-        _divide(kv_heads, tp, module, "num_key_value_heads")
-    elif tp % kv_heads:
-        raise SizingError(
-            "tensor_parallel_size", tp, f"must be a multiple of num_key_value_heads={kv_heads} of {module.name}"
-        )
-    widths = tuple(size // total * max(1, total // tp) for size, total in zip(module.slices, module.heads, strict=True))
+    local = _divide(heads, tp, module, "num_attention_heads")
+    local_kv = _replicated_heads(kv_heads, tp, module, "num_key_value_heads")
+    counts = (local, local_kv, local_kv)
+    widths = tuple(
+        size // total * count for size, total, count in zip(module.slices, module.heads, counts, strict=True)
+    )
     # One tensor in the checkpoint: QKVParallelLinearWithLoRA has one slot for the three.
     return widths if len(module.children) > 1 else (sum(widths),)
 
@@ -671,11 +685,15 @@ def _moe_backend(shape: ModelShape, given: str | None) -> str:
     if given is not None and given not in MOE_BACKENDS:
         raise SizingError("moe_backend", given, f"must be one of {allowed}")
     if given is None and shape.is_moe and shape.quantization not in KEEPS_SIZES:
+        own = [name for name in MOE_BACKENDS if name.startswith(f"{shape.quantization}_")]
+        example = f"{shape.quantization}_marlin" if f"{shape.quantization}_marlin" in own else "triton"
+        others = ", ".join(name for name in own or MOE_BACKENDS if name not in (example, "triton"))
         raise SizingError(
             "moe_backend",
             given,
-            f"must be named: the experts of {shape.name} are in {shape.quantization}, and some of vLLM's backends round"
-            f" the slots' sizes up for it. One of {allowed}; triton where they are not quantized when they are served",
+            f"must be named: the experts of {shape.name} are in {shape.quantization}, and what computes them sets the"
+            f" sizes of their slots. Add --moe-backend {example} (in Python moe_backend={example!r}); others are"
+            f" {others}, and triton where they are served unquantized. vLLM's log names the one it takes",
         )
     return given or "triton"
 

@@ -40,7 +40,8 @@ class Linear:
     `row` RowParallelLinear, `replicated` ReplicatedLinear, `embedding` VocabParallelEmbedding, `logits` the
     LogitsProcessor that stands for `lm_head`.
     `slices` are the output sizes of the wrapper's slots, `heads` the heads (or groups) in each slice: tensor
-    parallelism splits those. Key and value heads are replicated where there are fewer than ranks.
+    parallelism splits those. Key and value heads are replicated where there are fewer than ranks, and so are those of
+    the slices that `replicated` numbers.
     `children` are empty where no adapter can name the module: it has slots all the same.
     `tensor_parallel` is False where vLLM builds the module with `disable_tp`.
     """
@@ -52,6 +53,7 @@ class Linear:
     children: tuple[Child, ...]
     heads: tuple[int, ...] = ()
     tensor_parallel: bool = True
+    replicated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

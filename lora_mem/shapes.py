@@ -172,7 +172,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -184,9 +184,6 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
         field = "architectures" if architectures else "model_type"
         if architecture in WITHOUT_LORA:
             raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
-        if architecture in NOT_YET_KNOWN:
-            reason = NOT_YET_KNOWN[str(architecture)]
-            raise config.error(field, f"is served with LoRA by vLLM 0.33, but not known here yet: {reason}")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
