@@ -30,6 +30,7 @@ from lora_mem import checking, offload
 from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
 from lora_mem.host_memory import Arena, HostBlock, copied, view_key
 from lora_mem.staging import Layout, Receiver, StagedAdapter
+from lora_mem.targets import targeted
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -1078,7 +1079,7 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
     if layout.announced:
         return layout.announced
     served = served_model(manager)
-    wanted = _targets(config)
+    wanted = targeted(config)
     modules = [module for module in served.modules if wanted(module) and module not in served.aliases]
     if not modules:
         raise AdapterError(
@@ -1148,63 +1149,6 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
     except SizingError as error:
         return None, f"the calculator does not size it: {error}"
     return result.host_pinned_bytes // lora_config.max_loras, ""
-
-
-def _targets(config: dict[str, Any]) -> Callable[[str], bool]:
-    """PEFT's rule for which modules an adapter has.
-
-    `target_modules`, less `exclude_modules`, is a regular expression for the whole name, or names of which one is the
-    module's or its ending; names only hold in `layers_to_transform`, where that is given. `modules_to_save` have none.
-    """
-    targets = config["target_modules"]
-    parameters = tuple(config.get("target_parameters") or ())
-    excluded = _named(config.get("exclude_modules") or ())
-    saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in config.get("modules_to_save") or ()]
-
-    def left_out(module: str) -> bool:
-        return excluded(module) or any(pattern.match(module) for pattern in saved)
-
-    if targets == "all-linear":
-        return lambda module: module.rpartition(".")[2] not in ("embed_tokens", "lm_head") and not left_out(module)
-    named, in_layers = _named(targets), _in_layers(config)
-    # PEFT's fused experts: gate_up_proj is stored as experts.base_layer, down_proj as experts.
-    fused = any("experts" in parameter for parameter in parameters) or (
-        not isinstance(targets, str) and "experts" in targets
-    )
-
-    def wanted(module: str) -> bool:
-        if fused and (module.endswith((".experts", ".experts.base_layer")) or ".experts." in module):
-            return True
-        return named(module) and in_layers(module) and not left_out(module)
-
-    return wanted
-
-
-def _named(names: str | Iterable[str]) -> Callable[[str], bool]:
-    """PEFT's rule for names of modules: a regular expression for all of one, or one of them or its ending."""
-    if isinstance(names, str):
-        pattern = re.compile(names)
-        return lambda module: pattern.fullmatch(module) is not None
-    endings = tuple(f".{name}" for name in names)
-    return lambda module: f".{module}".endswith(endings) if endings else False
-
-
-def _in_layers(config: dict[str, Any]) -> Callable[[str], bool]:
-    """PEFT's `layers_to_transform`, by the first number in a name, or the first after one of `layers_pattern`."""
-    layers = config.get("layers_to_transform")
-    if isinstance(config["target_modules"], str) or layers is None or layers == []:
-        return lambda module: True
-    numbers = {layers} if isinstance(layers, int) else set(layers)
-    patterns = config.get("layers_pattern") or []
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    found = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns] or [r".*?\.[^.]*\.(\d+)\."]
-
-    def inside(module: str) -> bool:
-        matches = (re.match(pattern, module) for pattern in found)
-        match = next((match for match in matches if match), None)
-        return match is not None and int(match.group(1)) in numbers
-
-    return inside
 
 
 def _model_of_parts(manager: Any, stage: StagedAdapter, request: LoRARequest, helper: PEFTHelper) -> LoRAModel:

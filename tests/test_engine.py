@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 import lora_mem
 from lora_mem import footprints, measuring, scenarios
 from lora_mem.checking import AdapterError
+from lora_mem.targets import targeted
 
 RANK = 8
 LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -826,7 +827,7 @@ def test_the_modules_that_a_config_announces_are_those_that_peft_gives_factors(h
         for name in peft.get_peft_model_state_dict(model)
         if ".lora_" in name
     }
-    wanted = hook._targets({"r": 4, **options})
+    wanted = targeted({"r": 4, **options})
     served = hook.served_model(manager)
     ours = {name for name in served.modules if name not in served.aliases and wanted(name)}
     assert ours == theirs != set()
