@@ -16,6 +16,7 @@ import lora_mem
 from lora_mem import engine_configs, scenarios, vllm_hook
 from lora_mem.buffers import slot_rank
 from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
+from lora_mem.profiling import watched
 from lora_mem.progress import progress
 from lora_mem.results import Bench, Held, Sync
 from lora_mem.shapes import known_models
@@ -257,14 +258,11 @@ def _sync(
     transport_alone: float,
     generate: bool,
 ) -> Sync:
-    gpu = transport.device.type == "cuda"
     # What "keep" left on the GPU is not counted against the next sync.
     if strategy == "keep":
         vllm_hook.drop_adapter(1)
     vllm_hook.release_device_memory()
     rest = scenarios.device_memory()
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
     marks: dict[str, float] = {}
 
     def on_load(event: str, lora_int_id: int) -> None:
@@ -272,7 +270,7 @@ def _sync(
         marks[event] = time.perf_counter()
 
     receiving = waited = transporting = 0.0
-    with _timed() as elapsed:
+    with watched() as memory, _timed() as elapsed:
         if strategy == "stage":
             with vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
                 chunks = transport.chunks(number)
@@ -304,7 +302,7 @@ def _sync(
         scenarios.synchronize()
         adding = time.perf_counter() - began
     seconds = elapsed()
-    peak = (torch.cuda.max_memory_allocated() if gpu else 0) - rest[0]
+    peak = (memory.peak.allocated or 0) - rest[0]
     after = scenarios.device_memory()
     held = vllm_hook.holders(manager)
     # The request has been loaded; asked for again it is what any later step brings.

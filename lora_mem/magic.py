@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
 from typing import Any
 
+from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
 from lora_mem.profiling import Profile, profile
@@ -19,8 +21,16 @@ def register(shell: Any) -> None:
 
     def lora_mem(line: str, cell: str) -> Profile:
         options = parser.parse_argstring(line)
-        profiler = profile(trace=options.trace, snapshot=options.snapshot, sample_every=options.sample_every)
+        if options.name and (not options.name.isidentifier() or keyword.iskeyword(options.name)):
+            raise UsageError(f"name is {options.name!r}; it must be a name for a Python variable, such as `result`")
         source = shell.transform_cell(cell)
+        # The event loop that would run it is the one that runs this magic.
+        if shell.should_run_async(cell, transformed_cell=source):
+            raise UsageError(
+                "a cell of %%lora_mem cannot await: the magic itself runs in the notebook's event loop. Leave it out "
+                "and put what awaits in `with lora_mem.profile() as profiler:`; then `profiler.result`"
+            )
+        profiler = profile(trace=options.trace, snapshot=options.snapshot, sample_every=options.sample_every)
         # Under a name by which a traceback finds the cell's lines.
         code = compile(source, shell.compile.cache(source), "exec", dont_inherit=True)
         try:
@@ -33,5 +43,6 @@ def register(shell: Any) -> None:
 
     lora_mem.__doc__ = f"""{parser.format_help()}
 The parts of an adapter's load show by themselves; `with lora_mem.profiling.phase("stage"):` marks parts of your own.
+A cell that awaits takes `with lora_mem.profile() as profiler:` instead.
 """
     shell.register_magic_function(lora_mem, magic_kind="cell", magic_name="lora_mem")

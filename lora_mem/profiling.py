@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 
@@ -44,9 +44,9 @@ RANGE = "lora_mem: "
 
 _MOST_SNAPSHOT_ENTRIES = 100_000
 
-# Profiles under way, and their phases: torch's peak counters are one for all of them.
+# Profiles under way, and the blocks that are watched, phases among them: torch's peak counters are one for all of them.
 _open: list[Profiler] = []
-_frames: list[_Frame] = []
+_frames: list[Watch] = []
 
 
 @dataclass(frozen=True)
@@ -300,12 +300,19 @@ class Profile:
         )
 
 
-class _Frame:
-    """A phase under way."""
+class Watch:
+    """A block under way: memory as it began, and the most since."""
 
     def __init__(self, before: Memory) -> None:
         self.before = before
         self.peak = before
+
+
+class _Frame(Watch):
+    """A phase under way."""
+
+    def __init__(self, before: Memory) -> None:
+        super().__init__(before)
         self.copied = (copied.to_host, copied.to_device)
         self.events: list[torch.cuda.Event] = []
         self.began = 0.0
@@ -325,13 +332,16 @@ class Profiler:
         sample_every: float | None = None,
         device: int | None = None,
     ) -> None:
-        if sample_every is not None and not sample_every > 0:
-            raise ValueError(f"sample_every is {sample_every!r}; it must be seconds above 0, or None")
-        self._trace = None if trace is None else Path(trace)
+        number = isinstance(sample_every, int | float) and not isinstance(sample_every, bool)
+        if sample_every is not None and not (number and 0 < sample_every <= threading.TIMEOUT_MAX):
+            raise ValueError(f"sample_every is {sample_every!r}; it must be a number of seconds above 0, or None")
+        if device is not None and (not isinstance(device, int) or isinstance(device, bool) or device < 0):
+            raise ValueError(f"device is {device!r}; it must be a GPU's index from 0, or None for the current one")
+        self._trace = _path("trace", trace)
         if self._trace is not None and not self._trace.name.endswith((".json", ".json.gz")) and self._trace.suffix:
             raise ValueError(f"trace is {str(trace)!r}; it must end in .json or .json.gz, or be a directory")
         self._trace_ops = trace_ops
-        self._snapshot = None if snapshot is None else Path(snapshot)
+        self._snapshot = _path("snapshot", snapshot)
         self._synchronize = synchronize
         self._sample_every = sample_every
         self._device = device
@@ -427,17 +437,43 @@ class Profiler:
         block.__exit__(*raised)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Profile each call of a function, as a phase of its name; `function.profile` is the last call's result."""
+        """Profile each call of a function, as a phase of its name; `function.profile` is the last call's result.
+
+        Of an `async def`: from the call's first step to its last, with all that it awaits and, as memory is one for
+        the process, what other tasks do to memory meanwhile. One call at a time: a second one beside it is refused.
+
+        Raises:
+            TypeError: no function, or a generator's, whose body runs where it is iterated.
+        """
+        if not callable(function):
+            raise TypeError(f"profile got {function!r} to decorate; give it a function, and options by their names")
+        name = getattr(function, "__name__", type(function).__name__)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{name} is a generator's function: calling it runs nothing of its body, so there is nothing to "
+                "profile; put `with lora_mem.profile():` around the loop that iterates it"
+            )
+
+        @contextmanager
+        def one_call() -> Iterator[None]:
+            try:
+                with self, self.phase(name):
+                    yield
+            finally:
+                wrapper.profile = self._result
 
         @functools.wraps(function)
         def profiled(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                with self, self.phase(function.__name__):
-                    return function(*args, **kwargs)
-            finally:
-                profiled.profile = self._result  # type: ignore[attr-defined]
+            with one_call():
+                return function(*args, **kwargs)
 
-        return profiled
+        @functools.wraps(function)
+        async def profiled_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with one_call():
+                return await function(*args, **kwargs)  # type: ignore[misc]
+
+        wrapper: Any = profiled_coroutine if inspect.iscoroutinefunction(function) else profiled
+        return cast("Callable[P, R]", wrapper)
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -597,7 +633,7 @@ class Profiler:
 
 
 def memory_and_peak(device: int | None = None) -> tuple[Memory, Memory]:
-    """Memory now, and with torch's peaks since the last call; every open phase learns of them.
+    """Memory now, and with torch's peaks since the last call; every open phase and watch learns of them.
 
     Use it in place of `torch.cuda.reset_peak_memory_stats` in code that is profiled: the counters are one for all.
     """
@@ -607,6 +643,18 @@ def memory_and_peak(device: int | None = None) -> tuple[Memory, Memory]:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
     return now, most
+
+
+@contextmanager
+def watched(device: int | None = None) -> Iterator[Watch]:
+    """The most memory in a block, as `peak` once it is over; phases in it and profiles around it lose nothing by it."""
+    watch = Watch(memory_and_peak(device)[0])
+    _frames.append(watch)
+    try:
+        yield watch
+    finally:
+        memory_and_peak(device)
+        _frames.remove(watch)
 
 
 def _memory(device: int | None) -> tuple[Memory, Memory]:
@@ -637,6 +685,12 @@ def _most(memories: Iterable[Memory]) -> Memory:
             before = figures.get(name)
             figures[name] = value if before is None or (value is not None and value > before) else before
     return Memory(**figures)
+
+
+def _path(option: str, value: Any) -> Path | None:
+    if not isinstance(value, str | os.PathLike | None):
+        raise ValueError(f"{option} is {value!r}; it must be a path, or None")
+    return None if value is None else Path(value)
 
 
 def _rate(nbytes: int, seconds: float) -> float | None:
@@ -830,8 +884,11 @@ def profile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
     phase costs some tens of microseconds, and waiting for the GPU. Profiles can be nested; each sees all phases that
     the hook records, and those of `lora_mem.profiling.phase`.
 
+    An `async def` is profiled from its first step to its last, all that it awaits included; a generator is refused.
+
     Raises:
         ValueError: an option that is not allowed.
+        TypeError: what is decorated is no function, or makes a generator.
     """
     if function is not None:
         return Profiler()(function)

@@ -19,7 +19,7 @@ import torch
 from lora_mem import profiling, vllm_hook
 from lora_mem.checking import ServedModule
 from lora_mem.layers import Experts
-from lora_mem.profiling import Profile, memory_and_peak, phase, profile
+from lora_mem.profiling import Profile, Watch, memory_and_peak, phase, profile, watched
 from lora_mem.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -416,38 +416,39 @@ def adapter_life(
         nonlocal began
         synchronize()
         milliseconds = (time.perf_counter() - began) * 1e3
-        phases.append(_snapshot(name, None if name == "rest" else milliseconds, manager))
+        phases.append(_snapshot(name, None if name == "rest" else milliseconds, manager, memory))
         began = time.perf_counter()
 
     def on_load(event: str, lora_int_id: int) -> None:
         if lora_int_id == 1 and event in ("added", "offloaded") and not any(p.name == "evicted" for p in phases):
             mark(event)
 
-    vllm_hook.drop_adapter(1)
-    vllm_hook.drop_adapter(2)
-    other, other_config = random_adapter(
-        manager, rank=1, seed=seed + 1, wanted=lambda module: module.endswith(("o_proj", "out_proj"))
-    )
-    generate(llm, None)  # what a first step allocates for good is not the adapter's
-    slot_digests(manager)
-    vllm_hook.release_device_memory()
-    mark("rest")
-    tensors, config = random_adapter(manager, rank=rank, seed=seed, device=device, wanted=wanted)
-    request = vllm_hook.stage_adapter(1, tensors, config)
-    del tensors
-    mark("staged")
-    with vllm_hook.observed(on_load):
+    with watched() as memory:
+        vllm_hook.drop_adapter(1)
+        vllm_hook.drop_adapter(2)
+        other, other_config = random_adapter(
+            manager, rank=1, seed=seed + 1, wanted=lambda module: module.endswith(("o_proj", "out_proj"))
+        )
+        generate(llm, None)  # what a first step allocates for good is not the adapter's
+        slot_digests(manager)
+        vllm_hook.release_device_memory()
+        mark("rest")
+        tensors, config = random_adapter(manager, rank=rank, seed=seed, device=device, wanted=wanted)
+        request = vllm_hook.stage_adapter(1, tensors, config)
+        del tensors
+        mark("staged")
+        with vllm_hook.observed(on_load):
+            llm.llm_engine.add_lora(request)
+        tokens, logprobs = generate(llm, request)
+        slots = slot_digests(manager)
+        other_request = vllm_hook.stage_adapter(2, other, other_config)
+        vllm_hook.release_device_memory()  # the working memory of these steps and digests
+        began = time.perf_counter()
+        llm.llm_engine.add_lora(other_request)
+        mark("evicted")
         llm.llm_engine.add_lora(request)
-    tokens, logprobs = generate(llm, request)
-    slots = slot_digests(manager)
-    other_request = vllm_hook.stage_adapter(2, other, other_config)
-    vllm_hook.release_device_memory()  # the working memory of these steps and digests
-    began = time.perf_counter()
-    llm.llm_engine.add_lora(other_request)
-    mark("evicted")
-    llm.llm_engine.add_lora(request)
-    mark("rebuilt")
-    rebuilt_tokens, rebuilt_logprobs = generate(llm, request)
+        mark("rebuilt")
+        rebuilt_tokens, rebuilt_logprobs = generate(llm, request)
     life = Life(
         strategy, tuple(phases), tokens, logprobs, rebuilt_tokens, rebuilt_logprobs, slots, slot_digests(manager)
     )
@@ -456,8 +457,9 @@ def adapter_life(
     return life
 
 
-def _snapshot(name: str, milliseconds: float | None, manager: Any) -> Phase:
-    now, most = memory_and_peak()
+def _snapshot(name: str, milliseconds: float | None, manager: Any, memory: Watch) -> Phase:
+    now, _ = memory_and_peak()
+    most, memory.peak = memory.peak, now  # the next phase's peak counts from here
     return Phase(
         name=name,
         milliseconds=milliseconds,

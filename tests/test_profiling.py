@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +99,48 @@ def test_it_decorates():
     assert len(sampled.profile.samples) >= 4
 
 
+def test_it_decorates_coroutines():
+    @lora_mem.profile
+    async def wait(seconds):
+        """Mine."""
+        with profiling.phase("part"):
+            await asyncio.sleep(seconds)
+        if not seconds:
+            raise ValueError("mine")
+        return seconds
+
+    assert inspect.iscoroutinefunction(wait)
+    assert wait.__doc__ == "Mine."
+    assert asyncio.run(wait(0.05)) == 0.05
+    assert names(wait.profile) == [(0, "wait"), (1, "part")]
+    assert wait.profile.phase("wait").seconds >= 0.05
+    with pytest.raises(ValueError, match="mine"):
+        asyncio.run(wait(0))
+    assert wait.profile.phase("wait").error == "ValueError: mine"
+
+    async def both():
+        return await asyncio.gather(wait(0.05), wait(0.05), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    assert first == 0.05
+    assert "running already" in str(second)
+    assert wait.profile.phase("wait").error == ""
+
+
+def test_what_cannot_be_decorated_is_refused():
+    def numbers():
+        yield 1
+
+    async def later():
+        yield 1
+
+    for function in (numbers, later):
+        with pytest.raises(TypeError, match=f"{function.__name__} is a generator's function.*around the loop"):
+            lora_mem.profile(function)
+    with pytest.raises(TypeError, match=r"profile got 'trace\.json' to decorate; give it a function, and options by"):
+        lora_mem.profile("trace.json")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is not there")
 def test_host_memory_is_measured_and_what_there_is_not_is_said():
     with lora_mem.profile(sample_every=0.001) as profiler:
@@ -114,6 +160,25 @@ def test_host_memory_is_measured_and_what_there_is_not_is_said():
     assert seconds == sorted(seconds)
     assert max(sample.memory.host_resident for sample in profiler.result.samples) >= take.after.host_resident
     del kept
+
+
+def test_a_watch_and_phases_see_the_most_in_each_other():
+    with lora_mem.profile() as profiler, profiler.phase("outer"), profiling.watched() as memory:
+        with profiler.phase("inner"):
+            kept = torch.ones(64 * MIB, dtype=torch.uint8)
+        with profiling.watched() as later:
+            del kept
+    outer = profiler.result.phase("outer")
+    for peak in (memory.peak, outer.peak):
+        assert peak.host_resident - outer.before.host_resident >= 63 * MIB
+    assert memory.peak.host_resident == later.before.host_resident
+    assert outer.after.host_resident <= memory.peak.host_resident - 63 * MIB
+
+
+def test_torch_s_peak_counters_are_read_and_reset_in_one_place():
+    package = Path(lora_mem.__file__).parent
+    names = re.compile(r"torch\.cuda\.(reset_peak_memory_stats|max_memory_\w+)\(")
+    assert [path.name for path in package.glob("*.py") if names.search(path.read_text())] == ["profiling.py"]
 
 
 def test_what_a_result_shows(tmp_path):
@@ -148,8 +213,15 @@ def test_what_a_result_shows(tmp_path):
 def test_options_that_are_not_allowed():
     with pytest.raises(ValueError, match=r"trace is 'trace\.txt'; it must end in \.json or \.json\.gz, or be a dir"):
         lora_mem.profile(trace="trace.txt")
-    with pytest.raises(ValueError, match="sample_every is 0; it must be seconds above 0"):
-        lora_mem.profile(sample_every=0)
+    for seconds in (0, -1, "x", True, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"sample_every is {seconds!r}; it must be a number of seconds above 0"):
+            lora_mem.profile(sample_every=seconds)
+    for option in ("trace", "snapshot"):
+        with pytest.raises(ValueError, match=f"{option} is 5; it must be a path, or None"):
+            lora_mem.profile(**{option: 5})
+    for device in (-1, "cuda:0", True):
+        with pytest.raises(ValueError, match=f"device is {device!r}; it must be a GPU's index"):
+            lora_mem.profile(device=device)
 
 
 @pytest.mark.parametrize("ops", [True, False])
@@ -334,6 +406,23 @@ def test_the_magic_keeps_what_a_failing_cell_has_shown(shell):
 
     with pytest.raises(UsageError, match="unrecognized arguments: --fast"):
         shell.run_cell_magic("lora_mem", "--fast", "1")
+
+
+def test_the_magic_refuses_what_it_cannot_do(shell):
+    from IPython.core.error import UsageError
+
+    for name in ("5x", "class", "a.b"):
+        with pytest.raises(UsageError, match=f"name is '{name}'; it must be a name for a Python variable"):
+            shell.run_cell_magic("lora_mem", name, "ran = True")
+    with pytest.raises(UsageError, match=r"cannot await.*`with lora_mem\.profile"):
+        shell.run_cell_magic("lora_mem", "kept", "import asyncio\nran = True\nawait asyncio.sleep(0)")
+    assert not {"ran", "kept", "5x", "class", "a.b"} & shell.user_ns.keys()
+
+
+def test_what_the_magic_says_to_do_instead_awaits(shell):
+    block = "with lora_mem.profile() as profiler, profiler.phase('mine'):\n    await asyncio.sleep(0.02)"
+    shell.run_cell(f"import asyncio, lora_mem\n{block}").raise_error()
+    assert shell.user_ns["profiler"].result.phase("mine").seconds >= 0.02
 
 
 def test_loading_the_package_stays_light():

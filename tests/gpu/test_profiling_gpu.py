@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import lora_mem  # noqa: E402
+from lora_mem import profiling  # noqa: E402
 from lora_mem.host_memory import HostBlock  # noqa: E402
 from lora_mem.offload import move_to_host, release_device_memory  # noqa: E402
 
@@ -27,6 +28,18 @@ def empty_cache():
 
 def gpu_bytes(mib):
     return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_a_watch_in_a_phase_and_phases_in_a_watch_keep_their_peaks():
+    with lora_mem.profile() as profiler, profiler.phase("outer"):
+        gpu_bytes(512)
+        with profiling.watched() as memory:
+            with profiler.phase("inner"):
+                gpu_bytes(256)
+            gpu_bytes(64)
+    assert memory.peak.allocated - memory.before.allocated == 256 * MIB
+    change = {phase.name: phase.peak.allocated - phase.before.allocated for phase in profiler.result.phases}
+    assert change == {"outer": 512 * MIB, "inner": 256 * MIB}
 
 
 def test_allocations_of_known_size():
