@@ -10,11 +10,11 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lora_mem.buffers import Part, check_sharded_ranks, slot_rank
+from lora_mem.buffers import Part, check_sharded_ranks, match_pattern, scaling_of, slot_rank
 from lora_mem.footprints import Footprint, combine, footprint, sum_parts
 from lora_mem.layers import Experts, Group, Linear, Module, SizingError
 from lora_mem.shapes import ModelShape
@@ -51,9 +51,20 @@ class Adapter:
 
     @property
     def scaling(self) -> float:
-        """What vLLM folds into B: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-        rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
-        return alpha / sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        """What vLLM folds into B of a module that no pattern names: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        return scaling_of(self.config["lora_alpha"], self.config["r"], bool(self.config.get("use_rslora")))
+
+    def scaling_at(self, module: str) -> float:
+        """What vLLM folds into B of a module, by the module's name in the adapter (`get_rank_and_scaling`)."""
+        ranks, alphas = (self.config.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+        # Fused experts have names of their own in the file; patterns are for those of the parameters.
+        if module.endswith(".experts.base_layer"):
+            module = module.removesuffix(".base_layer") + ".gate_up_proj"
+        elif module.endswith(".experts"):
+            module += ".down_proj"
+        rank = match_pattern(ranks.items(), module, self.config["r"])
+        alpha = match_pattern(alphas.items(), module, self.config["lora_alpha"])
+        return scaling_of(alpha, rank, bool(self.config.get("use_rslora")))
 
     @property
     def staged_bytes(self) -> int:
@@ -95,7 +106,7 @@ class Adapter:
         given = {"lora_dtype": "bfloat16", **options}
         # The engine by itself: whatever its slots' rank is, they can be sliced by it.
         slots = slot_rank(self.rank, given.pop("max_lora_rank", None))
-        base = footprint(shape, rank=slots, max_lora_rank=slots, dtype=dtype, scaling=self.scaling, **given)
+        base = footprint(shape, rank=slots, max_lora_rank=slots, dtype=dtype, **given)
         assert base.options is not None
         wanted = replace(base.options, rank=self.rank, target_modules=("the adapter's own",))
         check_sharded_ranks(found.parts, wanted)
@@ -269,7 +280,7 @@ def _check(adapter: Adapter, shape: ModelShape) -> AdapterCheck:
     ends = {name.rpartition(".")[2] for name in places} | {"experts", "base_layer"}
     ignored: dict[str, str] = {}
     refused: dict[str, str] = {}
-    ranks: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    found: dict[tuple[str, int], dict[int, _Pair]] = defaultdict(dict)
     factors: dict[str, dict[str, AdapterTensor]] = defaultdict(dict)
     for tensor in adapter.tensors:
         if tensor.name.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
@@ -290,10 +301,11 @@ def _check(adapter: Adapter, shape: ModelShape) -> AdapterCheck:
         if reason:
             refused |= {tensor.name: reason for tensor in pair.values()}
         else:
-            ranks[place.key][place.child] = pair["A"].shape[0] // place.copies
+            rank, dtypes = pair["A"].shape[0] // place.copies, (pair["A"].dtype, pair["B"].dtype)
+            found[place.key][place.child] = _Pair(rank, dtypes, adapter.scaling_at(module) == 1)
     sizes = {tensor.name: tensor.nbytes for tensor in adapter.tensors}
     served = tuple(module for module in factors if not any(t.name in refused for t in factors[module].values()))
-    return AdapterCheck(served, ignored, refused, sum(sizes[name] for name in ignored), tuple(_parts(shape, ranks)))
+    return AdapterCheck(served, ignored, refused, sum(sizes[name] for name in ignored), tuple(_parts(shape, found)))
 
 
 def _misfit(pair: Mapping[str, AdapterTensor], place: _Place) -> str:
@@ -308,20 +320,32 @@ def _misfit(pair: Mapping[str, AdapterTensor], place: _Place) -> str:
     return ""
 
 
-def _parts(shape: ModelShape, ranks: Mapping[tuple[str, int], Mapping[int, int]]) -> Iterator[Part]:
+class _Pair(NamedTuple):
+    """What of a module's two factors decides the bytes: rank, dtypes of A and B, whether the scaling is 1."""
+
+    rank: int
+    dtypes: tuple[str, str]
+    unscaled: bool
+
+
+_NOTHING = _Pair(0, ("", ""), False)
+
+
+def _parts(shape: ModelShape, found: Mapping[tuple[str, int], Mapping[int, _Pair]]) -> Iterator[Part]:
     for group in shape.groups:
         for module in group.modules:
             path = group.path(None, module)
             count = len(module.children)
-            kinds: Counter[tuple[int, ...]] = Counter()
+            kinds: Counter[tuple[_Pair, ...]] = Counter()
             for layer in group.layers if group.stage == "layers" else (0,):
-                found = ranks.get((path, layer), {})
-                if found:
-                    kinds[tuple(found.get(index, 0) for index in range(count))] += 1
+                pairs = found.get((path, layer), {})
+                if pairs:
+                    kinds[tuple(pairs.get(index, _NOTHING) for index in range(count))] += 1
             for kind, times in kinds.items():
-                if isinstance(module, Experts) and not all(kind):
-                    missing = [child for child, rank in zip(module.children, kind, strict=True) if not rank]
+                ranks, dtypes, unscaled = zip(*kind, strict=True)
+                if isinstance(module, Experts) and not all(ranks):
+                    missing = [child for child, rank in zip(module.children, ranks, strict=True) if not rank]
                     raise SizingError(
                         "adapter", path, f"has no {', '.join(missing)}; vLLM needs each routed expert whole"
                     )
-                yield Part(path, module, times, kind)
+                yield Part(path, module, times, ranks, dtypes, unscaled)

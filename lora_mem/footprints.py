@@ -352,6 +352,9 @@ def footprint(
     moe_backend: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     scaling: float | None = None,
+    lora_alpha: float | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    use_rslora: bool = False,
     is_3d_lora_weight: bool | None = None,
     strategy: Strategy = "offload",
     workers_per_node: int | None = None,
@@ -385,8 +388,13 @@ def footprint(
             slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. To be named where the
             checkpoint is quantized so that it matters; `triton` elsewhere.
         rank_pattern: PEFT's, by name or regular expression; each must match a module that the adapter has.
-        scaling: alpha / rank (or by rsLoRA's rule); None where it is not known. With 1 nothing is folded into B, so
-            that vLLM keeps the staged B of dense modules as it is.
+        scaling: alpha / rank (or by rsLoRA's rule) at `rank`, in place of `lora_alpha`. Where a module's scaling is 1
+            nothing is folded into its B, so that vLLM keeps the staged B of dense modules as it is; where it is not
+            known it counts as another number.
+        lora_alpha: PEFT's; with `rank_pattern`, `alpha_pattern` and `use_rslora` it decides the scaling of each module,
+            by the rule of vLLM's `PEFTHelper.get_rank_and_scaling`.
+        alpha_pattern: PEFT's, by name or regular expression, as `rank_pattern`.
+        use_rslora: PEFT's: the scaling is alpha / sqrt(rank).
         is_3d_lora_weight: whether experts come as one tensor for all; as the model has them where it is not given.
         strategy: where staged and packed live after a sync; see below.
         workers_per_node: workers that share a host; all workers of the engine where it is not given.
@@ -400,8 +408,8 @@ def footprint(
           received, of the experts that are local to the worker, or of all where one tensor holds all. stage: the
           packed tensors.
         - `shared_bytes`: the part of the packed tensors that is the staged memory itself. stage: all of it. keep,
-          offload: the tensors that vLLM takes as they are (A of dense modules; B too where `scaling` is 1; A of fused
-          experts).
+          offload: the tensors that vLLM takes as they are (A of dense modules; B too where its scaling is 1; A of
+          fused experts).
         - `slot_bytes`: A and B buffers of every module that vLLM can serve, for `max_loras` adapters.
         - `slot_padding_bytes`: the part of it that `rank` leaves empty below `max_lora_rank`.
         - `gpu_resident_bytes`: what stays on the GPU through generation and training.
@@ -430,6 +438,9 @@ def footprint(
         rank=rank,
         rank_pattern=rank_pattern,
         scaling=scaling,
+        lora_alpha=lora_alpha,
+        alpha_pattern=alpha_pattern,
+        use_rslora=use_rslora,
         target_modules=target_modules,
         is_3d_lora_weight=is_3d_lora_weight,
         max_lora_rank=max_lora_rank,
@@ -590,7 +601,7 @@ def _plain_options(options: Options | None) -> dict[str, Any]:
     if options is None:
         return {}
     plain = {item.name: getattr(options, item.name) for item in fields(options)}
-    plain["rank_pattern"] = dict(options.rank_pattern)
+    plain |= {name: dict(getattr(options, name)) for name in ("rank_pattern", "alpha_pattern")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
@@ -619,6 +630,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
     adapter: dict[str, Any] = {"rank": options.rank, "target_modules": options.target_modules}
     if options.rank_pattern:
         adapter["rank_pattern"] = dict(options.rank_pattern)
+    alpha_pattern = {"alpha_pattern": dict(options.alpha_pattern)} if options.alpha_pattern else {}
     if options.enable_expert_parallel:
         adapter["expert_parallel_size"] = options.expert_parallel_size
     engine = ("max_loras", "max_lora_rank", "tensor_parallel_size", "fully_sharded_loras")
@@ -630,7 +642,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "staged_bytes": ("sum over received tensors of elements * itemsize", {**adapter, "dtype": options.dtype}),
         "shared_bytes": (
             "sum over packed tensors that vLLM takes as they were staged",
-            {"scaling": options.scaling, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
+            {"scaling": options.scaling, **alpha_pattern, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
         ),
         "slot_bytes": (
             "sum over served modules of max_loras * (A + B elements at max_lora_rank, sliced) * itemsize",

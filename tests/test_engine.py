@@ -16,6 +16,7 @@ import torch
 
 import lora_mem
 from lora_mem import footprints, measuring, scenarios
+from lora_mem.adapters import read_adapter
 from lora_mem.checking import AdapterError
 
 RANK = 8
@@ -348,6 +349,37 @@ def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, sc
     assert comparison.difference["packed_bytes"] == predicted.packed_bytes - wrong.packed_bytes > 0
     assert comparison.difference["slot_bytes"] == 0
     assert "packed model.layers.*.mlp.down_proj: 0 49,152 +49,152" in repr(comparison)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": RANK, "alpha_pattern": {"q_proj": 2 * RANK}},
+        {"lora_alpha": 2 * RANK, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": RANK, "down_proj": RANK}},
+        {"lora_alpha": RANK, "rank_pattern": {"q_proj": 4}},
+        {"lora_alpha": 2 * RANK, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 2}, "use_rslora": True},
+    ],
+    ids=["one folded", "two not folded", "by its rank", "rslora"],
+)
+def test_each_module_is_predicted_by_its_own_scaling(llm, hook, manager, strategy, config):
+    hook.install(strategy)
+    ranks = config.get("rank_pattern", {})
+    tensors, plain = adapter(manager, wanted=LINEAR)
+    if ranks:
+        tensors.update(adapter(manager, rank=ranks["q_proj"], wanted=scenarios.modules_named("q_proj"))[0])
+    plain |= config
+    llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, plain))
+    measured = lora_mem.measure(llm)
+    common = {"max_lora_rank": 16, "strategy": strategy}
+    predicted = [
+        lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, **config, **common),
+        read_adapter(tensors, plain).footprint(scenarios.TINY_DENSE, **common),
+    ]
+    if "alpha_pattern" not in config:
+        predicted.append(lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, rank_pattern=ranks, scaling=1, **common))
+    for one in predicted:
+        assert one.compare(measured).equal, one.compare(measured)
 
 
 def test_what_a_measurement_says_of_itself(llm, hook, manager):
