@@ -8,19 +8,54 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lora_mem.buffers import Part, check_sharded_ranks, match_pattern, scaling_of, slot_rank
-from lora_mem.footprints import Footprint, combine, footprint, sum_parts
+from lora_mem.buffers import (
+    ITEMSIZE,
+    MAX_LORA_RANKS,
+    RECEIVED_ITEMSIZE,
+    Options,
+    Part,
+    check_sharded_ranks,
+    local_experts,
+    match_pattern,
+    scaling_of,
+    slot_rank,
+)
+from lora_mem.footprints import Footprint, combine, footprint, packed_rows, sum_parts
 from lora_mem.layers import Experts, Group, Linear, Module, SizingError
 from lora_mem.shapes import ModelShape
 
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-ITEMSIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
+# Dtypes of a safetensors header: torch's name and the bits of an element.
+DTYPES = {
+    "BF16": ("bfloat16", 16),
+    "F16": ("float16", 16),
+    "F32": ("float32", 32),
+    "F64": ("float64", 64),
+    "F4": ("float4_e2m1fn_x2", 4),
+    "F6_E2M3": ("float6_e2m3fn", 6),
+    "F6_E3M2": ("float6_e3m2fn", 6),
+    "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2": ("float8_e5m2", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8),
+    "C64": ("complex64", 64),
+    "BOOL": ("bool", 8),
+    **{
+        f"{sign}{bits}": (f"{kind}{bits}", bits)
+        for sign, kind in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
+}
+# Arguments of `footprint` that an adapter decides itself.
+DECIDED = frozenset(
+    {"rank", "rank_pattern", "scaling", "lora_alpha", "alpha_pattern", "use_rslora", "target_modules", "dtype"}
+)
 LARGEST_HEADER = 100_000_000  # as the safetensors library has it
 
 
@@ -69,49 +104,105 @@ class Adapter:
     @property
     def staged_bytes(self) -> int:
         """Bytes of all tensors, those of the same memory counted once."""
-        own = sum(tensor.nbytes for tensor in self.tensors if tensor.storage is None)
-        shared: dict[object, int] = {}
-        for tensor in self.tensors:
-            if tensor.storage is not None:
-                shared[tensor.storage] = max(shared.get(tensor.storage, 0), tensor.nbytes)
-        return own + sum(shared.values())
+        return sum(_sizes(self.tensors))
 
-    def check(self, model: ModelShape | dict[str, Any] | str | Path) -> AdapterCheck:
-        """What vLLM would do with each tensor when it serves this adapter on `model`."""
-        return _check(self, ModelShape.from_config(model))
+    def check(
+        self, model: ModelShape | dict[str, Any] | str | Path, *, max_lora_rank: int | None = None
+    ) -> AdapterCheck:
+        """What vLLM would do with this adapter on `model`: with its config, and with each tensor.
+
+        Args:
+            model: anything that `ModelShape.from_config` takes.
+            max_lora_rank: of the engine; the smallest that vLLM allows for the config's ranks where it is not given.
+
+        """
+        return _check(self, ModelShape.from_config(model), max_lora_rank)
 
     def footprint(self, model: ModelShape | dict[str, Any] | str | Path, **options: Any) -> Footprint:
         """The footprint of this very adapter: module by module with the ranks that its tensors have.
 
+        What is received has the tensors' own bytes, whatever their dtypes; with expert parallelism it is that of the
+        worker that receives the most.
+
         Args:
             model: anything that `ModelShape.from_config` takes.
-            options: arguments of `footprint`, but those that the adapter decides itself (rank, targets, dtype).
-                `lora_dtype` is bfloat16 where it is not given: the model's dtype, which the adapter does not tell.
+            options: arguments of `footprint`, but those that the adapter decides itself. `lora_dtype` is bfloat16 where
+                it is not given: the model's dtype, which the adapter does not tell. `auto` is the adapter's own.
 
         Raises:
-            SizingError: vLLM would refuse the adapter, or an option is wrong.
+            SizingError: vLLM or `stage_adapter` would refuse the adapter, or an option is wrong.
 
         """
-        shape = ModelShape.from_config(model)
-        found = self.check(shape)
-        if found.refused:
-            name, reason = next(iter(found.refused.items()))
+        for option in sorted(options.keys() & DECIDED):
+            raise SizingError(option, options[option], "must be left out: the adapter decides it")
+        shape, given = ModelShape.from_config(model), dict(options)
+        max_lora_rank = given.pop("max_lora_rank", None)
+        found = self.check(shape, max_lora_rank=max_lora_rank)
+        for what, (value, reason) in found.refused_for.items():
+            raise SizingError(f"{self.name}: {what}", value, reason)
+        for name, reason in found.refused.items():
             raise SizingError(f"{self.name}: tensor", name, f"{reason} ({len(found.refused)} tensors in all)")
-        dtypes = {tensor.dtype for tensor in self.tensors}
-        dtype = dtypes.pop() if len(dtypes) == 1 else ""
-        if dtype not in DTYPES.values():
-            raise SizingError(
-                f"{self.name}: dtype", sorted({t.dtype for t in self.tensors}), "must be one for all tensors"
-            )
-        given = {"lora_dtype": "bfloat16", **options}
+        dtypes = sorted({one.tensor.dtype for one in found.received})
+        if other := [one.tensor for one in found.received if one.tensor.dtype not in RECEIVED_ITEMSIZE]:
+            allowed = f"cannot be staged; allowed are {', '.join(RECEIVED_ITEMSIZE)} (vLLM's own loader casts any)"
+            raise SizingError(f"{self.name}: dtype of {other[0].name}", other[0].dtype, allowed)
+        given.setdefault("lora_dtype", "bfloat16")
+        if given["lora_dtype"] == "auto":
+            if len(dtypes) != 1 or dtypes[0] not in ITEMSIZE:
+                raise SizingError("lora_dtype", "auto", f"must be named for an adapter of {' and '.join(dtypes)}")
+            given["dtype"] = dtypes[0]
         # The engine by itself: whatever its slots' rank is, they can be sliced by it.
-        slots = slot_rank(self.rank, given.pop("max_lora_rank", None))
-        base = footprint(shape, rank=slots, max_lora_rank=slots, dtype=dtype, **given)
+        slots = slot_rank(self.rank, max_lora_rank)
+        base = footprint(shape, rank=slots, max_lora_rank=slots, **given)
         assert base.options is not None
-        wanted = replace(base.options, rank=self.rank, target_modules=("the adapter's own",))
+        wanted = replace(
+            base.options,
+            rank=self.config["r"],
+            rank_pattern=tuple((self.config.get("rank_pattern") or {}).items()),
+            lora_alpha=self.config["lora_alpha"],
+            alpha_pattern=tuple((self.config.get("alpha_pattern") or {}).items()),
+            use_rslora=bool(self.config.get("use_rslora")),
+            target_modules=("the adapter's own",),
+            dtype=" and ".join(dtypes),
+        )
         check_sharded_ranks(found.parts, wanted)
-        sizes = sum_parts(found.parts, wanted)._replace(staged=self.staged_bytes - found.ignored_bytes)
-        return combine(shape, wanted, base.slot_bytes, sizes, base.strategy, base.workers_per_node)
+        mine = max(
+            (found.received_by(worker, wanted) for worker in range(wanted.expert_parallel_size)),
+            key=lambda received: sum(_sizes(one.tensor for one in received)),
+        )
+        sizes = sum_parts(found.parts, wanted, _sizes(one.tensor for one in mine))
+        rows = [*packed_rows(found.parts, wanted)]
+        rows += packed_rows(found.parts, wanted, "staged") if base.strategy == "stage" else _staged_rows(mine)
+        return combine(shape, wanted, base.slot_bytes, sizes, base.strategy, base.workers_per_node, tuple(rows))
+
+
+def _sizes(tensors: Iterable[AdapterTensor]) -> list[int]:
+    """The bytes of tensors, those of one memory once."""
+    own: list[int] = []
+    shared: dict[object, int] = {}
+    for tensor in tensors:
+        if tensor.storage is None:
+            own.append(tensor.nbytes)
+        else:
+            shared[tensor.storage] = max(shared.get(tensor.storage, 0), tensor.nbytes)
+    return own + list(shared.values())
+
+
+def _staged_rows(received: Iterable[Received]) -> Iterator[dict[str, Any]]:
+    kinds: dict[str, list[Received]] = defaultdict(list)
+    for one in received:
+        kinds[one.place.key[0]].append(one)
+    for path, found in kinds.items():
+        row = {"holder": "staged", "module": path, "count": len({one.place.layer for one in found})}
+        size = sum(_sizes(one.tensor for one in found))
+        yield {**row, "formula": "sum over received tensors of their own bytes", "bytes": size}
+
+
+class Received(NamedTuple):
+    """A factor of the adapter, and the module that it is for."""
+
+    tensor: AdapterTensor
+    place: _Place
 
 
 @dataclass(frozen=True)
@@ -119,24 +210,32 @@ class AdapterCheck:
     """What becomes of an adapter's tensors in vLLM.
 
     `served` are module names that have a module in the model; `ignored` are tensors that vLLM loads and never uses, or
-    skips, with the reason; `refused` are those for which it refuses the whole adapter.
+    skips, with the reason; `refused` are those for which it refuses the whole adapter. `refused_for` is what else it
+    refuses the adapter for: a field of its config, its value and the reason.
     """
 
     served: tuple[str, ...]
     ignored: Mapping[str, str]
     refused: Mapping[str, str]
+    refused_for: Mapping[str, tuple[object, str]]
     ignored_bytes: int
     parts: tuple[Part, ...]
+    received: tuple[Received, ...]
 
     @property
     def ok(self) -> bool:
         """Whether vLLM takes the adapter and uses all of it."""
-        return not self.ignored and not self.refused
+        return not self.ignored and not self.refused and not self.refused_for
+
+    def received_by(self, worker: int, options: Options) -> list[Received]:
+        """The factors that a worker is given: with expert parallelism none of the experts that live in others."""
+        return [one for one in self.received if one.place.worker(options) in (None, worker)]
 
     def __repr__(self) -> str:
         """Plain and stable."""
         lines = [f"AdapterCheck: {len(self.served)} modules served, {len(self.ignored)} tensors ignored,"]
         lines[0] += f" {len(self.refused)} refused"
+        lines += [f"  refused for {what}={value!r}: {why}" for what, (value, why) in self.refused_for.items()]
         lines += [f"  ignored {name}: {reason}" for name, reason in list(self.ignored.items())[:10]]
         lines += [f"  refused {name}: {reason}" for name, reason in list(self.refused.items())[:10]]
         return "\n".join(lines)
@@ -158,6 +257,7 @@ def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, An
         if config is None:
             raise SizingError("config", config, "is needed with a dict of tensors: PEFT's config as a dict")
         name, tensors = "adapter", tuple(_from_dict(source))
+        config = {"target_modules": [], **config}  # as stage_adapter does
     else:
         path = Path(source).expanduser()
         name, tensors = str(path), tuple(_from_header(path / "adapter_model.safetensors"))
@@ -196,9 +296,10 @@ def _from_header(path: Path) -> Iterator[AdapterTensor]:
         if name == "__metadata__":
             continue
         shape, kind, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
-        if prod(shape) * ITEMSIZES.get(kind, 0) != end - begin:
+        name_of_dtype, bits = DTYPES[kind]
+        if prod(shape) * bits != 8 * (end - begin):
             raise SizingError("adapter", str(path), f"is damaged: {name} does not have the bytes that its shape needs")
-        yield AdapterTensor(name, shape, DTYPES.get(kind, kind), end - begin)
+        yield AdapterTensor(name, shape, name_of_dtype, end - begin)
 
 
 def _from_dict(tensors: Mapping[str, Any]) -> Iterator[AdapterTensor]:
@@ -225,6 +326,13 @@ class _Place:
     inputs: int
     outputs: int
     copies: int = 1  # experts within one tensor
+    expert: int | None = None
+
+    def worker(self, options: Options) -> int | None:
+        """The expert-parallel rank that the expert lives in; None where every worker has it."""
+        if self.expert is None or not isinstance(self.module, Experts):
+            return None
+        return self.expert // local_experts(self.module, options)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -258,7 +366,7 @@ def _module_places(group: Group, module: Module, layer: int, path: str) -> Itera
     for expert in range(count):
         for index, projection in enumerate(module.children):
             inputs, outputs = (inter, hidden) if index == 1 else (hidden, inter)
-            yield f"{path}.{expert}.{projection}", _Place(group, module, layer, index, inputs, outputs)
+            yield f"{path}.{expert}.{projection}", _Place(group, module, layer, index, inputs, outputs, 1, expert)
 
 
 def _parse(name: str) -> tuple[str, str] | None:
@@ -275,12 +383,47 @@ def _parse(name: str) -> tuple[str, str] | None:
     return None
 
 
-def _check(adapter: Adapter, shape: ModelShape) -> AdapterCheck:
+# PEFT's features that vLLM reads only to refuse them.
+UNSUPPORTED = {
+    "use_dora": "vLLM has no DoRA",
+    "lora_bias": "vLLM has no bias in LoRA",
+    "alora_invocation_tokens": "vLLM has no activated LoRA (aLoRA)",
+    "layer_replication": "vLLM has no layer_replication",
+    "use_bdlora": "vLLM has no block-diagonal LoRA (BD-LoRA)",
+    "use_qalora": "vLLM has no QALoRA",
+}
+# The inits of PEFT that leave the base model's weights as they are; others change them, which vLLM does not do.
+PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+def _refused_config(adapter: Adapter, max_lora_rank: int) -> Iterator[tuple[str, tuple[object, str]]]:
+    """Fields of the config for which vLLM refuses the adapter (`PEFTHelper.validate_legal`)."""
+    config = adapter.config
+    if "target_modules" not in config:
+        yield "config target_modules", (None, "is missing; vLLM needs the field, whatever it says")
+    for field, reason in UNSUPPORTED.items():
+        if config.get(field):
+            yield f"config {field}", (config[field], reason)
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in PLAIN_INITS:
+        yield "config init_lora_weights", (init, "changes the base model's weights; convert it to a plain LoRA by PEFT")
+    if config.get("bias", "none") != "none":
+        yield "config bias", (config["bias"], "must be 'none': vLLM has no bias in adapters")
+    saved = config.get("modules_to_save") or ()
+    if not set(saved) <= {"classifier", "score"}:
+        yield "config modules_to_save", (saved, "vLLM takes none but classifier and score")
+    if adapter.rank > max_lora_rank:
+        yield "rank", (adapter.rank, f"the config's largest, is more than max_lora_rank={max_lora_rank}")
+
+
+def _check(adapter: Adapter, shape: ModelShape, max_lora_rank: int | None) -> AdapterCheck:
+    limit = MAX_LORA_RANKS[-1] if max_lora_rank is None else slot_rank(1, max_lora_rank)
+    refused_for = dict(_refused_config(adapter, limit))
+    slots = slot_rank(min(adapter.rank, limit), max_lora_rank)
     places = _places(shape)
     ends = {name.rpartition(".")[2] for name in places} | {"experts", "base_layer"}
     ignored: dict[str, str] = {}
     refused: dict[str, str] = {}
-    found: dict[tuple[str, int], dict[int, _Pair]] = defaultdict(dict)
     factors: dict[str, dict[str, AdapterTensor]] = defaultdict(dict)
     for tensor in adapter.tensors:
         if tensor.name.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
@@ -295,20 +438,58 @@ def _check(adapter: Adapter, shape: ModelShape) -> AdapterCheck:
             ignored[tensor.name] = "names a kind of module that the model has, but none that has slots"
         else:
             refused[tensor.name] = "names no module that the model serves with LoRA"
+    if len(ignored) == len(adapter.tensors) and not any(map(_parse, ignored)):
+        refused_for["tensors"] = (len(adapter.tensors), "has no LoRA weight; vLLM fails on such an adapter")
+    fitting: dict[tuple[str, int], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for module, pair in factors.items():
         place = places[module]
-        reason = _misfit(pair, place)
-        if reason:
+        if reason := _misfit(pair, place, slots):
             refused |= {tensor.name: reason for tensor in pair.values()}
         else:
-            rank, dtypes = pair["A"].shape[0] // place.copies, (pair["A"].dtype, pair["B"].dtype)
-            found[place.key][place.child] = _Pair(rank, dtypes, adapter.scaling_at(module) == 1)
-    sizes = {tensor.name: tensor.nbytes for tensor in adapter.tensors}
+            fitting[place.key][place.child].append(module)
+    for children in fitting.values():
+        if reason := _misfit_experts(children, factors, places):
+            refused |= {t.name: reason for names in children.values() for name in names for t in factors[name].values()}
     served = tuple(module for module in factors if not any(t.name in refused for t in factors[module].values()))
-    return AdapterCheck(served, ignored, refused, sum(sizes[name] for name in ignored), tuple(_parts(shape, found)))
+    found: dict[tuple[str, int], dict[int, _Pair]] = defaultdict(dict)
+    # Scalings of ranks that vLLM refuses are nobody's business.
+    for module in () if refused_for else served:
+        place, pair = places[module], factors[module]
+        rank, dtypes = pair["A"].shape[0] // place.copies, (pair["A"].dtype, pair["B"].dtype)
+        before = found[place.key].get(place.child)
+        if before is not None and before.dtypes != dtypes:
+            dtypes = ("", "")  # experts of several dtypes are not stacked before they are cast
+        found[place.key][place.child] = _Pair(rank, dtypes, place.expert is None and adapter.scaling_at(module) == 1)
+    return AdapterCheck(
+        served,
+        ignored,
+        refused,
+        refused_for,
+        sum(tensor.nbytes for tensor in adapter.tensors if tensor.name in ignored),
+        tuple(_parts(shape, found)),
+        tuple(Received(tensor, places[module]) for module in served for tensor in factors[module].values()),
+    )
 
 
-def _misfit(pair: Mapping[str, AdapterTensor], place: _Place) -> str:
+def _misfit_experts(
+    children: Mapping[int, list[str]], factors: Mapping[str, Mapping[str, AdapterTensor]], places: Mapping[str, _Place]
+) -> str:
+    """Why vLLM cannot pack the routed experts of a layer; empty where it can, or where they are no experts."""
+    module = next(places[name].module for names in children.values() for name in names)
+    if not isinstance(module, Experts):
+        return ""
+    if missing := [child for index, child in enumerate(module.children) if index not in children]:
+        return f"has no {', '.join(missing)} beside it; vLLM needs each routed expert whole"
+    for index, child in enumerate(module.children):
+        names = children[index]
+        if len(names) != (1 if module.layout == "fused" else module.num_experts):
+            return f"has {child} for {len(names)} of {module.num_experts} experts; vLLM needs all"
+        if len({factors[name]["A"].shape[0] for name in names}) > 1:
+            return f"has experts whose ranks of {child} differ; vLLM cannot pack them"
+    return ""
+
+
+def _misfit(pair: Mapping[str, AdapterTensor], place: _Place, max_lora_rank: int) -> str:
     """Why a pair of factors does not fit its module; empty where it does."""
     if set(pair) != {"A", "B"}:
         return f"has no lora_{'B' if 'A' in pair else 'A'} beside it"
@@ -317,6 +498,8 @@ def _misfit(pair: Mapping[str, AdapterTensor], place: _Place) -> str:
         return f"has factors of shapes {a} and {b}, which do not go together"
     if (a[1], b[0]) != (place.inputs, place.outputs):
         return f"has factors of shapes {a} and {b}; the module maps {place.inputs} to {place.outputs}"
+    if a[0] // place.copies > max_lora_rank:
+        return f"has rank {a[0] // place.copies}, which does not fit slots of max_lora_rank={max_lora_rank}"
     return ""
 
 
@@ -343,9 +526,4 @@ def _parts(shape: ModelShape, found: Mapping[tuple[str, int], Mapping[int, _Pair
                     kinds[tuple(pairs.get(index, _NOTHING) for index in range(count))] += 1
             for kind, times in kinds.items():
                 ranks, dtypes, unscaled = zip(*kind, strict=True)
-                if isinstance(module, Experts) and not all(ranks):
-                    missing = [child for child, rank in zip(module.children, ranks, strict=True) if not rank]
-                    raise SizingError(
-                        "adapter", path, f"has no {', '.join(missing)}; vLLM needs each routed expert whole"
-                    )
                 yield Part(path, module, times, ranks, dtypes, unscaled)

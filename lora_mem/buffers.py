@@ -42,6 +42,8 @@ KEEPS_SIZES = frozenset(
 LARGEST_FLOAT = sys.float_info.max
 Value = TypeVar("Value")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+RECEIVED_ITEMSIZE = {**ITEMSIZE, "float64": 8}
+"""Of what an adapter's tensors may be; they are cast to one of `ITEMSIZE`."""
 
 
 class Tensor(NamedTuple):

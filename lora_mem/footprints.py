@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lora_mem.buffers import (
     ITEMSIZE,
+    RECEIVED_ITEMSIZE,
     Options,
     Part,
     Tensor,
@@ -147,24 +150,14 @@ class Footprint:
         """Each kind of module of one holder: how many, the shapes of its tensors and the bytes of all."""
         if holder not in HOLDERS:
             raise SizingError("holder", holder, f"must be one of {', '.join(HOLDERS)}")
-        if self.shape is None or self.options is None:
+        # A measurement has found all of its rows, the footprint of an adapter's file those that are not slots.
+        if self.shape is None or self.options is None or (self.found_rows and holder != "slots"):
             yield from (dict(row) for row in self.found_rows if row["holder"] == holder)
             return
         received = holder == "staged" and self.strategy != "stage"
         itemsize = ITEMSIZE[self.options.dtype if received else self.options.lora_dtype]
         for path, count, tensors in _holder_tensors(self.shape, self.options, holder, self.strategy):
-            size = sum(tensor.elements for tensor in tensors) * itemsize * count
-            shapes = " + ".join(
-                (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape))
-                for tensor in tensors
-            )
-            yield {
-                "holder": holder,
-                "module": path,
-                "count": count,
-                "formula": f"{count} * ({shapes}) * {itemsize}",
-                "bytes": size,
-            }
+            yield _row(holder, path, count, tensors, itemsize)
 
     def compare(self, measured: Footprint) -> Comparison:
         """This prediction beside a measurement (or any other footprint), with the differences."""
@@ -473,6 +466,21 @@ def footprint(
     return combine(shape, options, slots, _adapter_bytes(shape, options), strategy, workers)
 
 
+def _row(holder: str, path: str, count: int, tensors: Sequence[Tensor], itemsize: int) -> dict[str, Any]:
+    shapes = " + ".join(
+        (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape)) for tensor in tensors
+    )
+    size = sum(tensor.elements for tensor in tensors) * itemsize * count
+    formula = f"{count} * ({shapes}) * {itemsize}"
+    return {"holder": holder, "module": path, "count": count, "formula": formula, "bytes": size}
+
+
+def packed_rows(parts: Iterable[Part], options: Options, holder: str = "packed") -> Iterator[dict[str, Any]]:
+    """Rows of the packed tensors of `parts`, as `Footprint.rows` has them."""
+    for part in parts:
+        yield _row(holder, part.path, part.count, packed_tensors(part, options), ITEMSIZE[options.lora_dtype])
+
+
 def slot_bytes(shape: ModelShape, options: Options) -> int:
     """Bytes of all slot buffers of one worker; `max_loras` times those of one slot."""
     key = ("slots", *options.slot_key)
@@ -489,7 +497,7 @@ class AdapterBytes(NamedTuple):
     """Bytes of one adapter in one worker.
 
     `pinned` is all of it in torch's pinned cache, `block` the packed tensors in a block of `stage`, `largest` the
-    largest packed tensor.
+    largest packed tensor, `cast` as many elements in the widest dtype that has to be cast (0: none has).
     """
 
     packed: int
@@ -498,6 +506,7 @@ class AdapterBytes(NamedTuple):
     pinned: int
     block: int
     largest: int
+    cast: int
 
 
 def _adapter_bytes(shape: ModelShape, options: Options) -> AdapterBytes:
@@ -508,13 +517,20 @@ def _adapter_bytes(shape: ModelShape, options: Options) -> AdapterBytes:
     return found
 
 
-def sum_parts(parts: Iterable[Part], options: Options) -> AdapterBytes:
-    """Bytes of an adapter made of `parts`, as it is received and packed."""
-    lora_size, staged_size = ITEMSIZE[options.lora_dtype], ITEMSIZE[options.dtype]
-    packed = staged = shared = pinned = block = largest = 0
+def sum_parts(parts: Iterable[Part], options: Options, received: Iterable[int] | None = None) -> AdapterBytes:
+    """Bytes of an adapter made of `parts`, as it is received and packed.
+
+    Args:
+        parts: its modules.
+        options: checked ones.
+        received: the bytes of each tensor as it is received; by the parts, all in `dtype`, where it is not given.
+
+    """
+    parts, itemsize = list(parts), ITEMSIZE[options.lora_dtype]
+    packed = shared = pinned = block = largest = 0
     for part in parts:
         for tensor in packed_tensors(part, options):
-            size = tensor.elements * lora_size
+            size = tensor.elements * itemsize
             packed += size * part.count
             block += aligned(size) * part.count
             largest = max(largest, size)
@@ -522,25 +538,41 @@ def sum_parts(parts: Iterable[Part], options: Options) -> AdapterBytes:
                 shared += size * part.count
             else:
                 pinned += power_of_two(size // tensor.copies) * tensor.copies * part.count
+    staged = Counter(received) if received is not None else _received(parts, options)
+    pinned += sum(power_of_two(size) * count for size, count in staged.items())
+    dtypes = {
+        dtype for part in parts for pair in part.dtypes for dtype in pair if dtype not in ("", options.lora_dtype)
+    }
+    cast = largest // itemsize * max((RECEIVED_ITEMSIZE[dtype] for dtype in dtypes), default=0)
+    staged_bytes = sum(size * count for size, count in staged.items())
+    return AdapterBytes(packed, staged_bytes, shared, pinned, block, largest, cast)
+
+
+def _received(parts: Iterable[Part], options: Options) -> Counter[int]:
+    """How many tensors of each size in bytes are received, all in `dtype`."""
+    sizes: Counter[int] = Counter()
+    for part in parts:
         for tensor in staged_tensors(part, options):
-            size = tensor.elements * staged_size
-            staged += size * part.count
-            pinned += power_of_two(size // tensor.copies) * tensor.copies * part.count
-    return AdapterBytes(packed, staged, shared, pinned, block, largest)
+            sizes[prod(tensor.shape) * ITEMSIZE[options.dtype]] += tensor.copies * part.count
+    return sizes
 
 
 def combine(
-    shape: ModelShape, options: Options, slots: int, adapter: AdapterBytes, strategy: Strategy, workers: int
+    shape: ModelShape,
+    options: Options,
+    slots: int,
+    adapter: AdapterBytes,
+    strategy: Strategy,
+    workers: int,
+    rows: tuple[Mapping[str, Any], ...] = (),
 ) -> Footprint:
-    """The figures from their parts; `slots` in bytes."""
+    """The figures from their parts; `slots` in bytes, `rows` of what the options do not tell."""
     packed, registered = adapter.packed, options.max_cpu_loras
     staged, shared = (packed, packed) if strategy == "stage" else (adapter.staged, adapter.shared)
     both = packed + staged - shared
     host = 0 if strategy == "keep" else registered * both
     pinned = {"keep": 0, "offload": registered * adapter.pinned, "stage": registered * adapter.block}[strategy]
-    under_way = most_under_way(packed, adapter.largest)
-    if options.dtype != options.lora_dtype:
-        under_way += adapter.largest // ITEMSIZE[options.lora_dtype] * ITEMSIZE[options.dtype]
+    under_way = most_under_way(packed, adapter.largest) + adapter.cast
     return Footprint(
         packed_bytes=packed,
         staged_bytes=staged,
@@ -559,6 +591,7 @@ def combine(
         options=options,
         under_way_bytes=under_way,
         workers_per_node=workers,
+        found_rows=rows,
     )
 
 

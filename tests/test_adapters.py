@@ -2,6 +2,7 @@
 
 import json
 import struct
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ CONFIG = {
     "num_experts": 4,
     "vocab_size": 128,
 }
-PEFT = {"r": 4, "lora_alpha": 8}
+PEFT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 PREFIX = "base_model.model.model.layers"
 
 
@@ -124,10 +125,88 @@ def test_what_vllm_would_refuse(shapes: dict[str, tuple[int, ...]], reason: str,
         adapter.footprint(CONFIG)
 
 
-def test_a_routed_expert_must_be_whole(tmp_path: Path) -> None:
-    shapes = {name: shape for name, shape in whole_adapter().items() if "up_proj" not in name}
-    with pytest.raises(SizingError, match="has no up_proj"):
-        read_adapter(write(tmp_path, shapes)).check(CONFIG)
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [("up_proj", "has no up_proj beside it"), ("experts.3.up_proj", "has up_proj for 3 of 4 experts")],
+)
+def test_a_routed_expert_must_be_whole(left_out: str, reason: str, tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in whole_adapter().items() if left_out not in name}
+    adapter = read_adapter(write(tmp_path, shapes))
+    refused = adapter.check(CONFIG).refused
+    assert refused
+    assert all("experts" in name and reason in found for name, found in refused.items())
+    with pytest.raises(SizingError, match=reason):
+        adapter.footprint(CONFIG)
+
+
+def test_experts_of_one_projection_have_one_rank(tmp_path: Path) -> None:
+    shapes = whole_adapter() | pair("0.mlp.experts.2.up_proj", 32, 16, 2)
+    refused = read_adapter(write(tmp_path, shapes)).check(CONFIG).refused
+    assert all(".layers.0.mlp.experts." in name and "ranks of up_proj differ" in why for name, why in refused.items())
+    assert len(refused) == 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("r", 600, "rank=600: the config's largest, is more than max_lora_rank=512"),
+        ("rank_pattern", {"q_proj": 513}, "rank=513"),
+        ("use_dora", True, "config use_dora=True: vLLM has no DoRA"),
+        ("bias", "all", "config bias='all': must be 'none'"),
+        ("modules_to_save", ["lm_head"], r"config modules_to_save=\['lm_head'\]: vLLM takes none but"),
+        ("init_lora_weights", "pissa", "config init_lora_weights='pissa': changes the base model's weights"),
+    ],
+)
+def test_a_config_that_vllm_refuses(field: str, value: object, reason: str, tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter(), {**PEFT, field: value}))
+    check = adapter.check(CONFIG)
+    assert not check.ok
+    assert not check.refused
+    assert f"refused for {reason.partition('=')[0]}" in repr(check)
+    with pytest.raises(SizingError, match=reason):
+        adapter.footprint(CONFIG)
+
+
+def test_tensors_must_fit_the_slots_whatever_the_config_says(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter(32), {**PEFT, "r": 8}))
+    assert "has rank 32, which does not fit slots of max_lora_rank=8" in repr(adapter.check(CONFIG))
+    assert not adapter.check(CONFIG, max_lora_rank=16).ok
+    assert adapter.check(CONFIG, max_lora_rank=32).ok
+    assert read_adapter(write(tmp_path, whole_adapter(8))).check(CONFIG).ok  # r is 4: vLLM takes it all the same
+
+
+def test_dtypes_may_differ_from_tensor_to_tensor() -> None:
+    sizes = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+    def of(**dtypes: str) -> Any:
+        tensors = {}
+        for name, shape in whole_adapter().items():
+            factor = "A" if "lora_A" in name else "B"
+            dtype = next((kind for part, kind in dtypes.items() if part in f"{name} {factor}"), "bfloat16")
+            tensors[name] = SimpleNamespace(shape=shape, dtype=dtype, nbytes=prod(shape) * sizes[dtype])
+        return read_adapter(tensors, {**PEFT, "lora_alpha": 4})
+
+    plain, mixed = of().footprint(CONFIG), of(q_proj="float64", o_proj="float32", experts="float16").footprint(CONFIG)
+    assert mixed.packed_bytes == plain.packed_bytes
+    assert mixed.staged_bytes == plain.staged_bytes + 2 * (6 * 4 * (32 + 64) + 2 * 4 * (64 + 32))
+    assert plain.shared_bytes == 2 * 2 * 2 * 4 * (32 + 64)  # all of q_proj and o_proj
+    assert mixed.shared_bytes == 0
+    half = of(B="float32").footprint(CONFIG)
+    assert half.shared_bytes == 2 * 2 * 4 * (32 + 64)  # A of both
+    assert half.to_dict()["options"]["dtype"] == "bfloat16 and float32"
+    assert sum(row["bytes"] for row in half.rows("staged")) == half.staged_bytes
+    assert sum(row["bytes"] for row in half.rows("packed")) == half.packed_bytes
+    with pytest.raises(SizingError, match="lora_dtype='auto': must be named for an adapter of bfloat16 and float32"):
+        of(B="float32").footprint(CONFIG, lora_dtype="auto")
+    with pytest.raises(SizingError, match="rank=8: must be left out"):
+        of().footprint(CONFIG, rank=8)
+
+
+def test_a_worker_is_given_its_own_experts(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter()))
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    rule = footprint(CONFIG, rank=4, target_modules=["q_proj", "o_proj", "experts"], lora_alpha=8, **options)
+    assert rule.compare(adapter.footprint(CONFIG, **options)).equal
 
 
 def test_tensors_of_one_memory_count_once() -> None:

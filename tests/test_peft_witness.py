@@ -128,7 +128,7 @@ def test_an_adapter_of_pefts_is_read_and_sized(kind: str, tmp_path: Path) -> Non
     config = config_of(kind, num_hidden_layers=3, intermediate_size=2816, **DENSE[kind])
     pattern = {"layers.0.mlp.up_proj": 24}
     tensors = adapter_tensors(config, r=8, target_modules="all-linear", rank_pattern=pattern)
-    save(tmp_path, tensors, {"r": 8, "lora_alpha": 16, "rank_pattern": pattern})
+    save(tmp_path, tensors, {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "rank_pattern": pattern})
     adapter = read_adapter(tmp_path)
     assert adapter.staged_bytes == nbytes(tensors)
     check = adapter.check(config.to_dict())
