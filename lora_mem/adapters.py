@@ -5,7 +5,6 @@ Names as vLLM 0.33.0 parses them (`parse_fine_tuned_lora_name`, `check_unexpecte
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +19,17 @@ from lora_mem.buffers import (
     RECEIVED_ITEMSIZE,
     Options,
     Part,
+    check_pattern,
     check_sharded_ranks,
     local_experts,
     match_pattern,
+    positive_number,
     scaling_of,
     slot_rank,
+    whole_number,
 )
 from lora_mem.footprints import Footprint, combine, footprint, packed_rows, sum_parts
-from lora_mem.layers import Experts, Group, Linear, Module, SizingError
+from lora_mem.layers import Experts, Group, Linear, Module, SizingError, parse_object, read_bytes
 from lora_mem.shapes import ModelShape
 
 # Dtypes of a safetensors header: torch's name and the bits of an element.
@@ -82,7 +84,8 @@ class Adapter:
     def rank(self) -> int:
         """The largest rank in the config, as vLLM compares it with max_lora_rank."""
         pattern = self.config.get("rank_pattern") or {}
-        return max([int(self.config["r"]), *(int(rank) for rank in pattern.values())])
+        ranks: list[int] = [self.config["r"], *pattern.values()]
+        return max(ranks)
 
     @property
     def scaling(self) -> float:
@@ -250,60 +253,106 @@ def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, An
         config: PEFT's config as a dict; needed for a dict of tensors.
 
     Raises:
-        SizingError: a file is missing or damaged, or the config lacks a field.
+        SizingError: a file is missing or damaged (its size is held against the header), or a field of the config is
+            missing or no such number.
 
     """
+    if config is not None and not isinstance(config, Mapping):
+        raise SizingError("config", config, "must be PEFT's config as a dict")
     if isinstance(source, Mapping):
         if config is None:
             raise SizingError("config", config, "is needed with a dict of tensors: PEFT's config as a dict")
         name, tensors = "adapter", tuple(_from_dict(source))
         config = {"target_modules": [], **config}  # as stage_adapter does
+    elif isinstance(source, str | Path):
+        path = Path(source)
+        name, tensors = str(path), tuple(_from_file(_file(path, "adapter_model.safetensors")))
+        if config is None:
+            config_path = _file(path, "adapter_config.json")
+            config = parse_object(read_bytes(config_path, "adapter"), "adapter", str(config_path))
     else:
-        path = Path(source).expanduser()
-        name, tensors = str(path), tuple(_from_header(path / "adapter_model.safetensors"))
-        config = _read_config(path / "adapter_config.json") if config is None else config
-    for field in ("r", "lora_alpha"):
-        if not isinstance(config.get(field), int | float) or isinstance(config[field], bool) or config[field] <= 0:
-            raise SizingError(f"{name}: config field {field}", config.get(field), "must be a number above 0")
+        raise SizingError("source", source, "must be the directory of an adapter, or a dict of tensors")
+    _check_config(config, f"{name}: config field ")
     return Adapter(name, config, tensors)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _check_config(config: Mapping[str, Any], what: str) -> None:
+    """Refuse a config whose ranks and alphas are no such numbers, or whose lists are none."""
+    whole_number(f"{what}r", config.get("r"))
+    positive_number(f"{what}lora_alpha", config.get("lora_alpha"))
+    check_pattern(f"{what}rank_pattern", config.get("rank_pattern"), whole_number)
+    check_pattern(f"{what}alpha_pattern", config.get("alpha_pattern"), positive_number)
+    saved = config.get("modules_to_save")
+    if saved is not None and not (isinstance(saved, list | tuple) and all(isinstance(one, str) for one in saved)):
+        raise SizingError(f"{what}modules_to_save", saved, "must be a list of names, or null")
+
+
+def _file(directory: Path, name: str) -> Path:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SizingError("adapter", str(path), "is missing; the directory of an adapter holds it") from None
-    except json.JSONDecodeError as error:
-        raise SizingError("adapter", str(path), f"is not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise SizingError("adapter", str(path), "must hold a JSON object")
-    return config
-
-
-def _from_header(path: Path) -> Iterator[AdapterTensor]:
-    """Names, dtypes and shapes from a safetensors header: 8 bytes of length, then that much JSON."""
-    if not path.is_file():
+        path = directory.expanduser() / name
+        found = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long for a file, a home that is nobody's
+        raise SizingError("adapter", str(directory), f"is no path ({error})") from None
+    if not found:
         raise SizingError("adapter", str(path), "is missing; the directory of an adapter holds it")
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
-        text = file.read(length) if length <= LARGEST_HEADER else b""
+    return path
+
+
+def _from_file(path: Path) -> Iterator[AdapterTensor]:
+    """Names, dtypes and shapes from a safetensors file: 8 bytes of length, then that much JSON, then the data."""
     try:
-        header = json.loads(text)
-    except ValueError:
-        raise SizingError("adapter", str(path), "is no safetensors file: its header cannot be read") from None
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        shape, kind, (begin, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
-        name_of_dtype, bits = DTYPES[kind]
-        if prod(shape) * bits != 8 * (end - begin):
-            raise SizingError("adapter", str(path), f"is damaged: {name} does not have the bytes that its shape needs")
-        yield AdapterTensor(name, shape, name_of_dtype, end - begin)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
+            text = file.read(length) if length <= LARGEST_HEADER else b""
+    except OSError as error:
+        raise SizingError("adapter", str(path), f"cannot be read ({error.strerror})") from None
+    if len(text) != length:
+        raise SizingError("adapter", str(path), "is no safetensors file: it is shorter than its header says")
+    header = parse_object(text, "adapter", f"{path} (header)")
+    header.pop("__metadata__", None)
+    end = 0
+    for begin, stop, shape, dtype, name in sorted((*_entry(header[name], name, str(path)), name) for name in header):
+        if begin != end:
+            raise SizingError("adapter", str(path), f"is damaged: {name} begins at byte {begin} of the data, not {end}")
+        end = stop
+        yield AdapterTensor(name, shape, dtype, stop - begin)
+    if 8 + length + end != size:
+        held = size - 8 - length
+        raise SizingError("adapter", str(path), f"is damaged: its header tells of {end} bytes of data, it has {held}")
+
+
+def _entry(entry: Any, name: str, where: str) -> tuple[int, int, tuple[int, ...], str]:
+    """First byte, end, shape and dtype of one tensor in a header."""
+
+    def numbers(field: str) -> list[int]:
+        value = entry.get(field)
+        if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+            raise SizingError(f"{where}: {field} of {name}", value, "must be a list of whole numbers >= 0")
+        return value
+
+    if not isinstance(entry, dict):
+        raise SizingError(f"{where}: {name}", entry, "must be an object with dtype, shape and data_offsets")
+    shape, offsets, kind = numbers("shape"), numbers("data_offsets"), entry.get("dtype")
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise SizingError(f"{where}: dtype of {name}", kind, f"must be one of {', '.join(DTYPES)}, as safetensors has")
+    if len(offsets) != 2:
+        raise SizingError(f"{where}: data_offsets of {name}", offsets, "must be two: the first byte and the end")
+    dtype, bits = DTYPES[kind]
+    begin, end = offsets
+    if prod(shape) * bits != 8 * (end - begin):
+        reason = f"is damaged: {name} has {end - begin} bytes, {kind} of shape {shape} needs {prod(shape) * bits // 8}"
+        raise SizingError("adapter", where, reason)
+    return begin, end, tuple(shape), dtype
 
 
 def _from_dict(tensors: Mapping[str, Any]) -> Iterator[AdapterTensor]:
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise SizingError("name of a tensor", name, "must be a string")
+        if not all(hasattr(tensor, field) for field in ("shape", "dtype", "nbytes")):
+            raise SizingError(f"tensor {name}", tensor, "must have shape, dtype and nbytes, as torch tensors do")
         view = getattr(tensor, "data_ptr", None)
         # Meta tensors and empty ones all have address 0; those share nothing.
         address = view() if callable(view) and getattr(getattr(tensor, "device", None), "type", "") != "meta" else 0

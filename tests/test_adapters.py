@@ -48,8 +48,15 @@ def whole_adapter(rank: int = 4) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def put(directory: Path, header: bytes, data: int) -> Path:
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + data)
+    return directory
+
+
 def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any] | None = None) -> Path:
-    """A directory whose weights file is a header only: the data must never be needed."""
+    """A directory whose weights file has a header and a hole: the data must never be needed."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -57,7 +64,7 @@ def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str,
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
-    (directory / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    put(directory, text, offset)
     (directory / "adapter_config.json").write_text(json.dumps(PEFT if config is None else config), encoding="utf-8")
     return directory
 
@@ -225,13 +232,18 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, whole_adapter())
     weights = tmp_path / "adapter_model.safetensors"
     whole = weights.read_bytes()
-    for damaged in (b"", b"1234", whole[:40], struct.pack("<Q", 1 << 60) + whole[8:]):
+    length = struct.unpack("<Q", whole[:8])[0]
+    for damaged in (b"", b"1234", whole[:40], struct.pack("<Q", 1 << 60) + whole[8:], whole[: 7 + length]):
         weights.write_bytes(damaged)
         with pytest.raises(SizingError, match="no safetensors file"):
             read_adapter(tmp_path)
     weights.write_bytes(whole.replace(b'"shape": [4, 32]', b'"shape": [4, 33]'))
     with pytest.raises(SizingError, match="is damaged"):
         read_adapter(tmp_path)
+    for lying in (whole[:-1], whole + b"1", whole[: 8 + length], struct.pack("<Q", length + 8) + whole[8:-8]):
+        weights.write_bytes(lying.replace(b"}}" + b"\0" * 8, b"}}" + b" " * 8))
+        with pytest.raises(SizingError, match="is damaged: its header tells of"):
+            read_adapter(tmp_path)
     weights.write_bytes(whole)
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(SizingError, match=r"adapter_config\.json.*is missing"):
@@ -241,3 +253,94 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
         read_adapter(tmp_path)
     with pytest.raises(SizingError, match="config=None"):
         read_adapter({})
+
+
+ENTRY = {"dtype": "BF16", "shape": [4, 32], "data_offsets": [0, 256]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([1], "must hold a JSON object"),
+        ({"a": 5}, "a=5: must be an object with dtype, shape and data_offsets"),
+        ({"a": {"dtype": "BF16", "data_offsets": [0, 2]}}, "shape of a=None: must be a list of whole numbers"),
+        ({"a": {**ENTRY, "shape": "ab"}}, "shape of a='ab': must be a list"),
+        ({"a": {**ENTRY, "shape": [4, -32]}}, r"shape of a=\[4, -32\]: must be"),
+        ({"a": {**ENTRY, "shape": [4, 32.0]}}, "shape of a="),
+        ({"a": {**ENTRY, "data_offsets": [0, 1, 256]}}, r"data_offsets of a=\[0, 1, 256\]: must be two"),
+        ({"a": {**ENTRY, "data_offsets": None}}, "data_offsets of a=None"),
+        ({"a": {**ENTRY, "data_offsets": [256, 0]}}, "is damaged: a has -256 bytes"),
+        ({"a": {**ENTRY, "data_offsets": [8, 264]}}, "is damaged: a begins at byte 8 of the data, not 0"),
+        ({"a": ENTRY, "b": ENTRY}, "is damaged: b begins at byte 0 of the data, not 256"),
+        ({"a": {**ENTRY, "dtype": "BF17"}}, "dtype of a='BF17': must be one of"),
+        ({"a": {**ENTRY, "dtype": ["BF16"]}}, "dtype of a="),
+    ],
+)
+def test_a_header_that_no_writer_makes(header: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    put(tmp_path, json.dumps(header).encode(), 256)
+    with pytest.raises(SizingError, match=message):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe\x00", b'{"a": ', b"[1]", b"9" * 5000])
+def test_text_that_holds_no_object(text: bytes, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    put(tmp_path, text, 0)
+    with pytest.raises(SizingError, match=r"adapter_model\.safetensors \(header\)"):
+        read_adapter(tmp_path)
+    write(tmp_path, {})
+    (tmp_path / "adapter_config.json").write_bytes(text)
+    with pytest.raises(SizingError, match=r"adapter_config\.json"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("r", value) for value in (None, 0, -1, 8.5, float("inf"), float("nan"), "8", True)),
+        *(("lora_alpha", value) for value in (None, 0, float("inf"), float("nan"), "8", True)),
+        *(("rank_pattern", value) for value in ([1], "x", {"q_proj": "x"}, {"q_proj": 0}, {"q_proj": 2.5}, {"[": 4})),
+        *(("alpha_pattern", value) for value in ([1], "x", {"q_proj": "x"}, {"q_proj": float("nan")}, {"(": 4})),
+        *(("modules_to_save", value) for value in (5, "lm_head", [5])),
+    ],
+)
+def test_a_field_of_the_config_that_is_no_such_number(field: str, value: object, tmp_path: Path) -> None:
+    write(tmp_path, whole_adapter(), {**PEFT, field: value})
+    with pytest.raises(SizingError, match=rf"config field {field}.*: must be"):
+        read_adapter(tmp_path)
+
+
+def test_a_source_that_is_none(tmp_path: Path) -> None:
+    for source in (None, 5, [tmp_path]):
+        with pytest.raises(SizingError, match="source=.*must be the directory of an adapter, or a dict"):
+            read_adapter(source)  # type: ignore[arg-type]
+    with pytest.raises(SizingError, match="is no path"):
+        read_adapter("a" * 5000)
+    with pytest.raises(SizingError, match="config='x': must be PEFT's config"):
+        read_adapter({}, "x")  # type: ignore[arg-type]
+    with pytest.raises(SizingError, match="tensor a=5: must have shape"):
+        read_adapter({"a": 5}, PEFT)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F8_E4M3", "float8_e4m3fn"), ("I8", "int8")])
+def test_dtypes_that_cannot_be_staged_are_named(kind: str, dtype: str, tmp_path: Path) -> None:
+    """vLLM's own loader casts them as they are, without a scale."""
+    write(tmp_path, {})
+    q_proj = f"{PREFIX}.0.self_attn.q_proj"
+    header = {
+        f"{q_proj}.lora_A.weight": {"dtype": kind, "shape": [4, 32], "data_offsets": [0, 128]},
+        f"{q_proj}.lora_B.weight": {"dtype": kind, "shape": [64, 4], "data_offsets": [128, 384]},
+    }
+    adapter = read_adapter(put(tmp_path, json.dumps(header).encode(), 384))
+    assert adapter.check(CONFIG).ok
+    assert adapter.staged_bytes == 384
+    with pytest.raises(SizingError, match=rf"dtype of .*lora_A\.weight='{dtype}': cannot be staged; allowed"):
+        adapter.footprint(CONFIG)
+
+
+def test_an_adapter_without_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, {}))
+    assert not adapter.check(CONFIG).ok
+    with pytest.raises(SizingError, match="tensors=0: has no LoRA weight"):
+        adapter.footprint(CONFIG)

@@ -110,7 +110,7 @@ def test_fused_experts(kind: str) -> None:
 
 
 def save(directory: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    """An adapter's directory whose weights file has a true header and no data."""
+    """An adapter's directory whose weights file has a true header and a hole for the data."""
     names = {torch.bfloat16: "BF16", torch.float32: "F32"}
     header: dict[str, Any] = {}
     offset = 0
@@ -119,7 +119,9 @@ def save(directory: Path, tensors: dict[str, Any], config: dict[str, Any]) -> No
         header[name] = {**entry, "data_offsets": [offset, offset + tensor.nbytes]}
         offset += tensor.nbytes
     text = json.dumps(header).encode()
-    (directory / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
     (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
