@@ -7,7 +7,9 @@ All sizes are element counts of the whole model, before any tensor or expert par
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 LinearKind = Literal["column", "merged", "mamba", "qkv", "row", "replicated", "embedding", "logits"]
@@ -109,6 +111,37 @@ class Group:
 def join(prefix: str, name: str) -> str:
     """Join two parts of a dotted path; an empty prefix adds no dot."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def parse_object(text: str | bytes, what: str, where: str) -> dict[str, Any]:
+    """The JSON object in `text`, which came from `where`.
+
+    Raises:
+        SizingError: it is none.
+
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:  # not UTF-8, not JSON, a number of too many digits
+        raise SizingError(what, where, f"is not valid JSON ({error})") from None
+    except RecursionError:
+        raise SizingError(what, where, "is nested too deeply to be read") from None
+    if not isinstance(found, dict):
+        raise SizingError(what, where, "must hold a JSON object")
+    return found
+
+
+def read_bytes(path: Path, what: str) -> bytes:
+    """What a file holds.
+
+    Raises:
+        SizingError: it cannot be read.
+
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SizingError(what, str(path), f"cannot be read ({error.strerror})") from None
 
 
 class Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import threading
 from dataclasses import replace
@@ -17,6 +18,7 @@ from vllm.lora.request import LoRARequest
 
 import lora_mem
 from lora_mem import footprints, measuring, scenarios
+from lora_mem.adapters import read_adapter
 from lora_mem.checking import AdapterError
 from lora_mem.targets import targeted
 
@@ -346,6 +348,93 @@ def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, sc
     assert comparison.difference["packed_bytes"] == predicted.packed_bytes - wrong.packed_bytes > 0
     assert comparison.difference["slot_bytes"] == 0
     assert "packed model.layers.*.mlp.down_proj: 0 49,152 +49,152" in repr(comparison)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": RANK, "alpha_pattern": {"q_proj": 2 * RANK}},
+        {"lora_alpha": 2 * RANK, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": RANK, "down_proj": RANK}},
+        {"lora_alpha": RANK, "rank_pattern": {"q_proj": 4}},
+        {"lora_alpha": 2 * RANK, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 2}, "use_rslora": True},
+    ],
+    ids=["one folded", "two not folded", "by its rank", "rslora"],
+)
+def test_each_module_is_predicted_by_its_own_scaling(llm, hook, manager, strategy, config):
+    hook.install(strategy)
+    ranks = config.get("rank_pattern", {})
+    tensors, plain = adapter(manager, wanted=LINEAR)
+    if ranks:
+        tensors.update(adapter(manager, rank=ranks["q_proj"], wanted=scenarios.modules_named("q_proj"))[0])
+    plain |= config
+    llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, plain))
+    measured = lora_mem.measure(llm)
+    common = {"max_lora_rank": 16, "strategy": strategy}
+    predicted = [
+        lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, **config, **common),
+        read_adapter(tensors, plain).footprint(scenarios.TINY_DENSE, **common),
+    ]
+    if "alpha_pattern" not in config:
+        predicted.append(lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, rank_pattern=ranks, scaling=1, **common))
+    for one in predicted:
+        assert one.compare(measured).equal, one.compare(measured)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"r": 4},
+        {"r": 32},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"bias": None},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["score"]},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "gaussian"},
+        {"lora_bias": True},
+        {"use_qalora": True},
+        {"rank_pattern": {"q_proj": 17}},
+        {"rank": 32},
+        {"dtype": torch.float64},
+        {"dtype": torch.float8_e4m3fn},
+        {"left_out": "q_proj.lora_B"},
+        {"left_out": "lora_"},
+    ],
+    ids=str,
+)
+def test_the_check_of_an_adapter_says_what_vllm_does(llm, manager, tmp_path, config):
+    """Of a directory, by vLLM's own loader."""
+    from vllm.lora.request import LoRARequest
+
+    config = dict(config)
+    rank, dtype = config.pop("rank", RANK), config.pop("dtype", torch.bfloat16)
+    left_out = config.pop("left_out", "nothing")
+    tensors, plain = adapter(manager, rank=rank)
+    kept = {name: tensor.to(dtype) for name, tensor in tensors.items() if left_out not in name}
+    path = scenarios.save_adapter(tmp_path, kept, {**plain, "r": RANK, **config})
+    check = read_adapter(path).check(scenarios.TINY_DENSE, max_lora_rank=16)
+    refusal = None
+    try:
+        llm.llm_engine.add_lora(LoRARequest("one", 11, path))
+    except Exception as error:
+        refusal = error
+    assert check.ok == (refusal is None), (check, refusal)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "offload"])
+@pytest.mark.parametrize("dtypes", [[torch.float64], [torch.bfloat16, torch.float32, torch.float16]], ids=len)
+def test_an_adapter_of_any_dtypes_is_predicted(llm, hook, manager, strategy, dtypes):
+    hook.install(strategy)
+    tensors, config = adapter(manager, wanted=LINEAR, alpha=RANK)
+    tensors = {name: t.to(dtype) for (name, t), dtype in zip(tensors.items(), itertools.cycle(dtypes), strict=False)}
+    predicted = read_adapter(tensors, config).footprint(scenarios.TINY_DENSE, max_lora_rank=16, strategy=strategy)
+    llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, config))
+    comparison = predicted.compare(lora_mem.measure(llm))
+    assert comparison.equal, comparison
+    assert not any(row["difference"] for row in comparison.by_module()), comparison.by_module()
 
 
 def test_what_a_measurement_says_of_itself(llm, hook, manager):
