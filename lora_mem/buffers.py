@@ -8,11 +8,12 @@ Rules from vLLM 0.33.0: slots `vllm/lora/layers/*.py` (`create_lora_weights`) an
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
+from math import prod, sqrt
+from typing import NamedTuple, TypeVar
 
 from lora_mem.layers import Experts, Group, Linear, Module, SizingError, join
 from lora_mem.shapes import ModelShape
@@ -38,7 +39,11 @@ KEEPS_SIZES = frozenset(
         *("gptq", "gptq_marlin", "modelopt", "modelopt_fp4", "moe_wna16"),
     }
 )
+LARGEST_FLOAT = sys.float_info.max
+Value = TypeVar("Value")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+RECEIVED_ITEMSIZE = {**ITEMSIZE, "float64": 8}
+"""Of what an adapter's tensors may be; they are cast to one of `ITEMSIZE`."""
 
 
 class Tensor(NamedTuple):
@@ -57,12 +62,18 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module of the adapter: how many layers have it, and the rank of each child (0: not adapted)."""
+    """A module of the adapter: how many layers have it, and of each child what decides its tensors' bytes.
+
+    `ranks` are 0 for a child that is not adapted; `dtypes` those of A and B as received; `unscaled` says that the
+    scaling is 1, so that nothing is folded into B. The last two do not matter for experts with tensors of their own.
+    """
 
     path: str
     module: Module
     count: int
     ranks: tuple[int, ...]
+    dtypes: tuple[tuple[str, str], ...]
+    unscaled: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,9 @@ class Options:
 
     rank: int
     rank_pattern: tuple[tuple[str, int], ...]
-    scaling: float | None
+    lora_alpha: float | None
+    alpha_pattern: tuple[tuple[str, float], ...]
+    use_rslora: bool
     target_modules: str | tuple[str, ...]
     is_3d_lora_weight: bool
     max_lora_rank: int
@@ -113,7 +126,9 @@ class Options:
         return (
             self.rank,
             self.rank_pattern,
-            self.scaling == 1,
+            self.lora_alpha,
+            self.alpha_pattern,
+            self.use_rslora,
             self.target_modules,
             self.is_3d_lora_weight,
             self.expert_parallel_size,
@@ -122,6 +137,11 @@ class Options:
             self.dtype,
             self.lora_dtype,
         )
+
+    @property
+    def scaling(self) -> float | None:
+        """What is folded into B of a module that no pattern names; None where it is not known."""
+        return None if self.lora_alpha is None else scaling_of(self.lora_alpha, self.rank, self.use_rslora)
 
     @property
     def expert_parallel_size(self) -> int:
@@ -223,7 +243,7 @@ def local_experts(module: Experts, options: Options) -> int:
 def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...]:
     """Output sizes of the slots of a column-parallel module in one worker.
 
-    Key and value heads are replicated where there are fewer than ranks.
+    Key and value heads, and slices named so, are replicated where there are fewer heads than ranks.
 
     Raises:
         SizingError: `tensor_parallel_size` does not divide as vLLM requires.
@@ -234,21 +254,35 @@ def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...
         return _qkv_per_rank(module, tp)
     if module.kind == "mamba":
         return _mamba_per_rank(module, tp)
-    for heads in module.heads:
-        _divide(heads, tp, module, "number of heads")
-    return tuple(_divide(size, tp, module, "output size") for size in module.slices)
+    widths = []
+    for index, size in enumerate(module.slices):
+        if index in module.replicated:
+            heads = module.heads[index]
+            widths.append(size // heads * _replicated_heads(heads, tp, module, "number of heads"))
+        else:
+            if module.heads:
+                _divide(module.heads[index], tp, module, "number of heads")
+            widths.append(_divide(size, tp, module, "output size"))
+    return tuple(widths)
+
+
+def _replicated_heads(heads: int, tp: int, module: Linear, what: str) -> int:
+    """Heads in one worker: a share of them, or a whole one where there are fewer than workers."""
+    if tp < heads:
+        return _divide(heads, tp, module, what)
+    if tp % heads:
+        raise SizingError("tensor_parallel_size", tp, f"must be a multiple of {what}={heads} of {module.name}")
+    return 1
 
 
 def _qkv_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
     heads, kv_heads, _ = module.heads
-    _divide(heads, tp, module, "num_attention_heads")
-    if tp < kv_heads:
-        _divide(kv_heads, tp, module, "num_key_value_heads")
-    elif tp % kv_heads:
-        raise SizingError(
-            "tensor_parallel_size", tp, f"must be a multiple of num_key_value_heads={kv_heads} of {module.name}"
-        )
-    widths = tuple(size // total * max(1, total // tp) for size, total in zip(module.slices, module.heads, strict=True))
+    local = _divide(heads, tp, module, "num_attention_heads")
+    local_kv = _replicated_heads(kv_heads, tp, module, "num_key_value_heads")
+    counts = (local, local_kv, local_kv)
+    widths = tuple(
+        size // total * count for size, total, count in zip(module.slices, module.heads, counts, strict=True)
+    )
     # One tensor in the checkpoint: QKVParallelLinearWithLoRA has one slot for the three.
     return widths if len(module.children) > 1 else (sum(widths),)
 
@@ -350,33 +384,36 @@ def adapter_parts(shape: ModelShape, options: Options) -> Iterator[Part]:
             if not any(chosen):
                 continue
             path = group.path(None, module)
-            if not options.rank_pattern:
-                yield Part(path, module, group.count, tuple(options.rank * taken for taken in chosen))
+            dtypes = ((options.dtype, options.dtype),) * len(chosen)
+            if not options.rank_pattern and not options.alpha_pattern:
+                ranks = tuple(options.rank * taken for taken in chosen)
+                yield Part(path, module, group.count, ranks, dtypes, (options.scaling == 1,) * len(chosen))
                 continue
             layers = group.layers if group.stage == "layers" else (0,)
-            ranks = Counter(_ranks(group, module, layer, chosen, options) for layer in layers)
-            for kind, count in ranks.items():
-                yield Part(path, module, count, kind)
+            kinds = Counter(tuple(_by_pattern(group, module, layer, chosen, options)) for layer in layers)
+            for kind, count in kinds.items():
+                yield Part(path, module, count, tuple(r for r, _ in kind), dtypes, tuple(one for _, one in kind))
 
 
 def packed_tensors(part: Part, options: Options) -> list[Tensor]:
     """The tensors of one module in the registered `LoRAModel`.
 
-    Dense modules keep the staged tensors: A as it is, B too unless a scaling is folded into it.
+    Dense modules keep the staged tensors that have `lora_dtype`: A as it is, B too unless a scaling is folded into it.
     """
-    module, one_dtype = part.module, options.dtype == options.lora_dtype
-    same_b = one_dtype and options.scaling == 1
+    module = part.module
+    same = [
+        {"A": a == options.lora_dtype, "B": b == options.lora_dtype and unscaled}
+        for (a, b), unscaled in zip(part.dtypes, part.unscaled, strict=True)
+    ]
     if not isinstance(module, Experts):
-        return _dense_tensors(module, part.ranks, one_dtype, same_b)
+        return _dense_tensors(module, part.ranks, same)
     local, outer = local_experts(module, options), options.enable_moe_shared_loras
     whole = local == module.num_experts
     if outer:
         # Taken as they come, except that expert parallelism cuts the experts' own factors out.
         return [
-            Tensor(
-                f"{name}.{factor}", (count, *size), 1, one_dtype and (count == 1 or whole) and (factor == "A" or same_b)
-            )
-            for name, factor, count, size in _shared_outer(module, part.ranks, local)
+            Tensor(f"{name}.{factor}", (count, *size), 1, (count == 1 or whole) and same[index][factor])
+            for index, name, factor, count, size in _shared_outer(module, part.ranks, local)
         ]
     projections = _projections(module, part.ranks, options)
     if not options.is_3d_lora_weight:
@@ -388,15 +425,15 @@ def packed_tensors(part: Part, options: Options) -> list[Tensor]:
     if uses_3d_wrapper(module, options):
         # A is a view of what was staged; B is transposed, which copies.
         return [
-            Tensor(f"{name}.{factor}", (local, *size), 1, one_dtype and whole and factor == "A")
-            for name, inputs, outputs, rank in projections
+            Tensor(f"{name}.{factor}", (local, *size), 1, whole and factor == "A" and same[index]["A"])
+            for index, (name, inputs, outputs, rank) in enumerate(projections)
             for factor, size in (("A", (rank, inputs)), ("B", (outputs, rank)))
         ]
     (_, hidden, twice, rank_1), (_, inter, out, rank_2) = projections
     return [
-        Tensor("w1.A", (local, rank_1, hidden), 1, one_dtype and whole),  # w3 has the same A
+        Tensor("w1.A", (local, rank_1, hidden), 1, whole and same[0]["A"]),  # w3 has the same A
         Tensor("w1.B", (local, twice // 2, rank_1)),
-        Tensor("w2.A", (local, rank_2, inter), 1, one_dtype and whole),
+        Tensor("w2.A", (local, rank_2, inter), 1, whole and same[1]["A"]),
         Tensor("w2.B", (local, out, rank_2)),
         Tensor("w3.B", (local, twice // 2, rank_1)),
     ]
@@ -410,11 +447,11 @@ def staged_tensors(part: Part, options: Options) -> list[Tensor]:
     """
     module = part.module
     if not isinstance(module, Experts):
-        return _dense_tensors(module, part.ranks, False, False)
+        return _dense_tensors(module, part.ranks, [{"A": False, "B": False}] * len(part.ranks))
     if options.enable_moe_shared_loras:
         return [
             Tensor(f"{name}.{factor}", (count, *size))
-            for name, factor, count, size in _shared_outer(module, part.ranks, module.num_experts)
+            for _, name, factor, count, size in _shared_outer(module, part.ranks, module.num_experts)
         ]
     projections = _projections(module, part.ranks, options)
     if options.is_3d_lora_weight:
@@ -434,12 +471,12 @@ def staged_tensors(part: Part, options: Options) -> list[Tensor]:
     ]
 
 
-def _dense_tensors(module: Linear, ranks: tuple[int, ...], same_a: bool, same_b: bool) -> list[Tensor]:
+def _dense_tensors(module: Linear, ranks: tuple[int, ...], same: Sequence[Mapping[str, bool]]) -> list[Tensor]:
     tensors = []
-    for child, rank in zip(module.children, ranks, strict=True):
+    for child, rank, shared in zip(module.children, ranks, same, strict=True):
         if rank:
-            tensors.append(Tensor(f"{child.name}.A", (rank, module.input_size), 1, same_a))
-            tensors.append(Tensor(f"{child.name}.B", (child.output_size, rank), 1, same_b))
+            tensors.append(Tensor(f"{child.name}.A", (rank, module.input_size), 1, shared["A"]))
+            tensors.append(Tensor(f"{child.name}.B", (child.output_size, rank), 1, shared["B"]))
     return tensors
 
 
@@ -456,14 +493,14 @@ def _projections(module: Experts, ranks: tuple[int, ...], options: Options) -> l
 
 def _shared_outer(
     module: Experts, ranks: tuple[int, ...], count: int
-) -> Iterator[tuple[str, str, int, tuple[int, int]]]:
+) -> Iterator[tuple[int, str, str, int, tuple[int, int]]]:
     """Shared-outer experts: A of w1 and w3 and B of w2 once for all experts, the other factors once for each."""
     hidden, inter = module.hidden_size, module.intermediate_size
-    for name, inputs, outputs, rank in zip(
-        ("w1", "w2", "w3"), (hidden, inter, hidden), (inter, hidden, inter), ranks, strict=True
+    for index, name, inputs, outputs, rank in zip(
+        range(3), ("w1", "w2", "w3"), (hidden, inter, hidden), (inter, hidden, inter), ranks, strict=True
     ):
-        yield name, "A", count if name == "w2" else 1, (rank, inputs)
-        yield name, "B", 1 if name == "w2" else count, (outputs, rank)
+        yield index, name, "A", count if name == "w2" else 1, (rank, inputs)
+        yield index, name, "B", 1 if name == "w2" else count, (outputs, rank)
 
 
 def expert_names(module: Experts, options: Options) -> tuple[str, ...]:
@@ -515,31 +552,53 @@ def _chosen_experts(module: Experts, options: Options) -> tuple[bool, ...]:
     return chosen
 
 
-def _ranks(group: Group, module: Module, layer: int, chosen: tuple[bool, ...], options: Options) -> tuple[int, ...]:
-    """The rank of each child in one layer, by PEFT's rule for `rank_pattern`."""
-    parent = group.peft_path(layer, module).rpartition(".")[0]
-    if not isinstance(module, Experts):
-        names = [f"{parent}.{child.name}" if parent else child.name for child in module.children]
-        return tuple(_rank(name, options) * taken for name, taken in zip(names, chosen, strict=True))
+def _by_pattern(
+    group: Group, module: Module, layer: int, chosen: tuple[bool, ...], options: Options
+) -> Iterator[tuple[int, bool]]:
+    """The rank of each child in one layer and whether its scaling is 1, by PEFT's rule for patterns."""
     path = group.peft_path(layer, module)
+    if not isinstance(module, Experts):
+        parent = path.rpartition(".")[0]
+        for child, taken in zip(module.children, chosen, strict=True):
+            rank, unscaled = rank_and_unscaled(join(parent, child.name), options)
+            yield rank * taken, unscaled and taken
+        return
     kinds = expert_names(module, options)
     if options.is_3d_lora_weight or options.enable_moe_shared_loras:
-        return tuple(_rank(f"{path}.{kind}", options) for kind in kinds)
-    ranks = [{_rank(f"{path}.{expert}.{kind}", options) for expert in range(module.num_experts)} for kind in kinds]
-    if any(len(kind) > 1 for kind in ranks):
-        raise SizingError(
-            "rank_pattern",
-            dict(options.rank_pattern),
-            f"gives the experts of {path} different ranks; vLLM refuses that",
-        )
-    return tuple(next(iter(kind)) for kind in ranks)
+        yield from (rank_and_unscaled(f"{path}.{kind}", options) for kind in kinds)
+        return
+    if not options.rank_pattern:
+        yield from ((options.rank, False) for _ in kinds)
+        return
+    for kind in kinds:
+        ranks = {
+            match_pattern(options.rank_pattern, f"{path}.{expert}.{kind}", options.rank)
+            for expert in range(module.num_experts)
+        }
+        if len(ranks) > 1:
+            raise SizingError(
+                "rank_pattern",
+                dict(options.rank_pattern),
+                f"gives the experts of {path} different ranks; vLLM refuses that",
+            )
+        yield ranks.pop(), False  # stacked, which copies
 
 
-def _rank(name: str, options: Options) -> int:
-    for pattern, rank in options.rank_pattern:
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return rank
-    return options.rank
+def rank_and_unscaled(name: str, options: Options) -> tuple[int, bool]:
+    """The rank of a module, by PEFT's name for it, and whether its scaling is 1: vLLM's `get_rank_and_scaling`."""
+    rank = match_pattern(options.rank_pattern, name, options.rank)
+    alpha = match_pattern(options.alpha_pattern, name, options.lora_alpha)
+    return rank, alpha is not None and scaling_of(alpha, rank, options.use_rslora) == 1
+
+
+def match_pattern(pattern: Iterable[tuple[str, Value]], name: str, default: Value) -> Value:
+    """PEFT's rule for `rank_pattern` and `alpha_pattern`: the first key that is the name or its end, at a dot."""
+    return next((value for key, value in pattern if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def scaling_of(alpha: float, rank: int, use_rslora: bool) -> float:
+    """What vLLM folds into B: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    return alpha / sqrt(rank) if use_rslora else alpha / rank
 
 
 def matches(path: str, target: str) -> bool:
@@ -571,6 +630,9 @@ def check_options(
     rank: int,
     rank_pattern: Mapping[str, int] | None = None,
     scaling: float | None = None,
+    lora_alpha: float | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    use_rslora: bool = False,
     target_modules: str | Sequence[str] = "all-linear",
     is_3d_lora_weight: bool | None = None,
     max_lora_rank: int | None = None,
@@ -596,10 +658,10 @@ def check_options(
 
     """
     rank = whole_number("rank", rank)
-    patterns = tuple((rank_pattern or {}).items())
-    for pattern, value in patterns:
-        whole_number(f"rank_pattern[{pattern!r}]", value)
-    largest = max([rank, *(value for _, value in patterns)])
+    ranks = check_pattern("rank_pattern", rank_pattern, whole_number)
+    alphas = check_pattern("alpha_pattern", alpha_pattern, positive_number)
+    rslora = _flag("use_rslora", use_rslora)
+    largest = max([rank, *(value for _, value in ranks)])
     max_lora_rank = slot_rank(largest, max_lora_rank)
     max_loras = whole_number("max_loras", max_loras)
     max_cpu_loras = max_loras if max_cpu_loras is None else whole_number("max_cpu_loras", max_cpu_loras)
@@ -625,16 +687,25 @@ def check_options(
         raise SizingError(
             "fully_sharded_loras", True, "cannot go together with enable_expert_parallel; vLLM refuses it. Drop one"
         )
-    if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, int | float) or scaling <= 0):
-        raise SizingError("scaling", scaling, "must be a number above 0, or None where it is not known")
+    if scaling is not None and lora_alpha is not None:
+        raise SizingError("scaling", scaling, f"must be left out where lora_alpha={lora_alpha!r} decides it")
+    if scaling is not None:
+        lora_alpha = positive_number("scaling", scaling) * (sqrt(rank) if rslora else rank)
+    elif lora_alpha is not None:
+        positive_number("lora_alpha", lora_alpha)
+    elif alphas or rslora:
+        name, value = ("alpha_pattern", dict(alphas)) if alphas else ("use_rslora", rslora)
+        raise SizingError(name, value, "needs lora_alpha, the alpha of all other modules")
     if dtype not in ITEMSIZE:
         raise SizingError("dtype", dtype, f"must be one of {', '.join(ITEMSIZE)}")
     if lora_dtype not in ("auto", "float16", "bfloat16"):
         raise SizingError("lora_dtype", lora_dtype, "must be one of auto, float16, bfloat16, as vLLM allows")
     options = Options(
         rank=rank,
-        rank_pattern=patterns,
-        scaling=scaling,
+        rank_pattern=ranks,
+        lora_alpha=lora_alpha,
+        alpha_pattern=alphas,
+        use_rslora=rslora,
         target_modules=_names("target_modules", target_modules),
         is_3d_lora_weight=_format(shape, is_3d_lora_weight, mixed, outer),
         max_lora_rank=max_lora_rank,
@@ -654,7 +725,7 @@ def check_options(
         lora_dtype=dtype if lora_dtype == "auto" else lora_dtype,
     )
     _check_targets(shape, options)
-    _check_rank_pattern(shape, options)
+    _check_patterns_match(shape, options)
     _check_vocabulary(shape, options)
     return options
 
@@ -666,16 +737,46 @@ def whole_number(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
+def positive_number(name: str, value: object) -> float:
+    """The value, if it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
+        raise SizingError(name, value, "must be a finite number above 0")
+    return value
+
+
+def check_pattern(name: str, value: object, check: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
+    """The entries of PEFT's `rank_pattern` or `alpha_pattern`, if keys are regular expressions and `check` allows all.
+
+    Raises:
+        SizingError: they are not; names the entry.
+
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise SizingError(name, value, "must be a dict of names or regular expressions to numbers")
+    entries = []
+    for key, number in (value or {}).items():
+        try:
+            re.compile(rf"(.*\.)?({key})$" if isinstance(key, str) else key)
+        except (re.error, TypeError) as error:
+            raise SizingError(f"{name} key", key, f"must be a name or a regular expression ({error})") from None
+        entries.append((key, check(f"{name}[{key!r}]", number)))
+    return tuple(entries)
+
+
 def _moe_backend(shape: ModelShape, given: str | None) -> str:
     allowed = ", ".join(MOE_BACKENDS)
     if given is not None and given not in MOE_BACKENDS:
         raise SizingError("moe_backend", given, f"must be one of {allowed}")
     if given is None and shape.is_moe and shape.quantization not in KEEPS_SIZES:
+        own = [name for name in MOE_BACKENDS if name.startswith(f"{shape.quantization}_")]
+        example = f"{shape.quantization}_marlin" if f"{shape.quantization}_marlin" in own else "triton"
+        others = ", ".join(name for name in own or MOE_BACKENDS if name not in (example, "triton"))
         raise SizingError(
             "moe_backend",
             given,
-            f"must be named: the experts of {shape.name} are in {shape.quantization}, and some of vLLM's backends round"
-            f" the slots' sizes up for it. One of {allowed}; triton where they are not quantized when they are served",
+            f"must be named: the experts of {shape.name} are in {shape.quantization}, and what computes them sets the"
+            f" sizes of their slots. Add --moe-backend {example} (in Python moe_backend={example!r}); others are"
+            f" {others}, and triton where they are served unquantized. vLLM's log names the one it takes",
         )
     return given or "triton"
 
@@ -770,12 +871,12 @@ def _check_targets(shape: ModelShape, options: Options) -> None:
             )
 
 
-def _check_rank_pattern(shape: ModelShape, options: Options) -> None:
-    """Refuse a pattern that no module of the adapter matches: PEFT and vLLM would use `rank` for all of them."""
-    for pattern, _ in options.rank_pattern:
-        matcher = re.compile(rf"(.*\.)?({pattern})$")
-        if not any(matcher.match(name) for name in _adapted_names(shape, options)):
-            raise SizingError("rank_pattern", pattern, f"matches no module of {shape.name} that the adapter targets")
+def _check_patterns_match(shape: ModelShape, options: Options) -> None:
+    """Refuse a pattern that no module of the adapter matches: PEFT and vLLM would leave it out without a word."""
+    for argument, patterns in (("rank_pattern", options.rank_pattern), ("alpha_pattern", options.alpha_pattern)):
+        for pattern, value in patterns:
+            if not any(match_pattern([(pattern, value)], name, None) for name in _adapted_names(shape, options)):
+                raise SizingError(argument, pattern, f"matches no module of {shape.name} that the adapter targets")
 
 
 def _adapted_names(shape: ModelShape, options: Options) -> Iterator[str]:

@@ -150,6 +150,11 @@ def plain_config(adapter_config: Any) -> dict[str, Any]:
             _check_pattern(f"a key of adapter_config[{pattern!r}]", key)
             if not _is_positive(value, kind):
                 raise AdapterError(f"adapter_config[{pattern!r}][{key!r}] is {value!r}; it must be {words}")
+    peft_type = getattr(values.get("peft_type"), "value", values.get("peft_type"))
+    if peft_type not in (None, "LORA"):
+        raise AdapterError(f"adapter_config['peft_type'] is {peft_type!r}; vLLM serves LORA only")
+    if not isinstance(values.get("use_rslora", False), (bool, type(None))):
+        raise AdapterError(f"adapter_config['use_rslora'] is {values['use_rslora']!r}; it must be True or False")
     # vLLM asks for the field but takes the modules from the tensors' names.
     values["target_modules"] = values.get("target_modules") or []
     for name, also in (("target_modules", ", or 'all-linear'"), ("exclude_modules", "")):
@@ -188,12 +193,15 @@ def _check_pattern(what: str, pattern: Any) -> None:
         raise AdapterError(f"{what} is {pattern!r}, which is no regular expression: {error}") from None
 
 
-def check_tensors(tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False) -> None:
+def check_tensors(
+    tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False, cast_to: Iterable[torch.dtype] = ()
+) -> None:
     """Refuse what no model could serve: not a dict of plain floating-point tensors.
 
     Args:
         tensors: by PEFT's names.
         check_finite: also look for NaN and Inf, which reads every value once.
+        cast_to: and for values that a cast to one of these dtypes would make Inf.
 
     Raises:
         AdapterError: naming the tensors, their type or dtype and what is allowed.
@@ -228,6 +236,10 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], *, check_finite: bool = F
         not_finite = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
         if not_finite:
             raise AdapterError(f"NaN or Inf in {_some(not_finite)}")
+        for dtype in cast_to:
+            too_large = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.to(dtype)).all())]
+            if too_large:
+                raise AdapterError(f"values too large for the slots' {dtype} in {_some(too_large)}")
 
 
 def check_adapter(

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lora_mem.buffers import (
     ITEMSIZE,
+    RECEIVED_ITEMSIZE,
     Options,
     Part,
     Tensor,
@@ -147,24 +150,14 @@ class Footprint:
         """Each kind of module of one holder: how many, the shapes of its tensors and the bytes of all."""
         if holder not in HOLDERS:
             raise SizingError("holder", holder, f"must be one of {', '.join(HOLDERS)}")
-        if self.shape is None or self.options is None:
+        # A measurement has found all of its rows, the footprint of an adapter's file those that are not slots.
+        if self.shape is None or self.options is None or (self.found_rows and holder != "slots"):
             yield from (dict(row) for row in self.found_rows if row["holder"] == holder)
             return
         received = holder == "staged" and self.strategy != "stage"
         itemsize = ITEMSIZE[self.options.dtype if received else self.options.lora_dtype]
         for path, count, tensors in _holder_tensors(self.shape, self.options, holder, self.strategy):
-            size = sum(tensor.elements for tensor in tensors) * itemsize * count
-            shapes = " + ".join(
-                (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape))
-                for tensor in tensors
-            )
-            yield {
-                "holder": holder,
-                "module": path,
-                "count": count,
-                "formula": f"{count} * ({shapes}) * {itemsize}",
-                "bytes": size,
-            }
+            yield _row(holder, path, count, tensors, itemsize)
 
     def compare(self, measured: Footprint) -> Comparison:
         """This prediction beside a measurement (or any other footprint), with the differences."""
@@ -352,6 +345,9 @@ def footprint(
     moe_backend: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
     scaling: float | None = None,
+    lora_alpha: float | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    use_rslora: bool = False,
     is_3d_lora_weight: bool | None = None,
     strategy: Strategy = "offload",
     workers_per_node: int | None = None,
@@ -385,8 +381,13 @@ def footprint(
             slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. To be named where the
             checkpoint is quantized so that it matters; `triton` elsewhere.
         rank_pattern: PEFT's, by name or regular expression; each must match a module that the adapter has.
-        scaling: alpha / rank (or by rsLoRA's rule); None where it is not known. With 1 nothing is folded into B, so
-            that vLLM keeps the staged B of dense modules as it is.
+        scaling: alpha / rank (or by rsLoRA's rule) at `rank`, in place of `lora_alpha`. Where a module's scaling is 1
+            nothing is folded into its B, so that vLLM keeps the staged B of dense modules as it is; where it is not
+            known it counts as another number.
+        lora_alpha: PEFT's; with `rank_pattern`, `alpha_pattern` and `use_rslora` it decides the scaling of each module,
+            by the rule of vLLM's `PEFTHelper.get_rank_and_scaling`.
+        alpha_pattern: PEFT's, by name or regular expression, as `rank_pattern`.
+        use_rslora: PEFT's: the scaling is alpha / sqrt(rank).
         is_3d_lora_weight: whether experts come as one tensor for all; as the model has them where it is not given.
         strategy: where staged and packed live after a sync; see below.
         workers_per_node: workers that share a host; all workers of the engine where it is not given.
@@ -400,8 +401,8 @@ def footprint(
           received, of the experts that are local to the worker, or of all where one tensor holds all. stage: the
           packed tensors.
         - `shared_bytes`: the part of the packed tensors that is the staged memory itself. stage: all of it. keep,
-          offload: the tensors that vLLM takes as they are (A of dense modules; B too where `scaling` is 1; A of fused
-          experts).
+          offload: the tensors that vLLM takes as they are (A of dense modules; B too where its scaling is 1; A of
+          fused experts).
         - `slot_bytes`: A and B buffers of every module that vLLM can serve, for `max_loras` adapters.
         - `slot_padding_bytes`: the part of it that `rank` leaves empty below `max_lora_rank`.
         - `gpu_resident_bytes`: what stays on the GPU through generation and training.
@@ -430,6 +431,9 @@ def footprint(
         rank=rank,
         rank_pattern=rank_pattern,
         scaling=scaling,
+        lora_alpha=lora_alpha,
+        alpha_pattern=alpha_pattern,
+        use_rslora=use_rslora,
         target_modules=target_modules,
         is_3d_lora_weight=is_3d_lora_weight,
         max_lora_rank=max_lora_rank,
@@ -462,6 +466,21 @@ def footprint(
     return combine(shape, options, slots, _adapter_bytes(shape, options), strategy, workers)
 
 
+def _row(holder: str, path: str, count: int, tensors: Sequence[Tensor], itemsize: int) -> dict[str, Any]:
+    shapes = " + ".join(
+        (f"{tensor.copies}*" if tensor.copies > 1 else "") + "x".join(map(str, tensor.shape)) for tensor in tensors
+    )
+    size = sum(tensor.elements for tensor in tensors) * itemsize * count
+    formula = f"{count} * ({shapes}) * {itemsize}"
+    return {"holder": holder, "module": path, "count": count, "formula": formula, "bytes": size}
+
+
+def packed_rows(parts: Iterable[Part], options: Options, holder: str = "packed") -> Iterator[dict[str, Any]]:
+    """Rows of the packed tensors of `parts`, as `Footprint.rows` has them."""
+    for part in parts:
+        yield _row(holder, part.path, part.count, packed_tensors(part, options), ITEMSIZE[options.lora_dtype])
+
+
 def slot_bytes(shape: ModelShape, options: Options) -> int:
     """Bytes of all slot buffers of one worker; `max_loras` times those of one slot."""
     key = ("slots", *options.slot_key)
@@ -478,7 +497,7 @@ class AdapterBytes(NamedTuple):
     """Bytes of one adapter in one worker.
 
     `pinned` is all of it in torch's pinned cache, `block` the packed tensors in a block of `stage`, `largest` the
-    largest packed tensor.
+    largest packed tensor, `cast` as many elements in the widest dtype that has to be cast (0: none has).
     """
 
     packed: int
@@ -487,6 +506,7 @@ class AdapterBytes(NamedTuple):
     pinned: int
     block: int
     largest: int
+    cast: int
 
 
 def _adapter_bytes(shape: ModelShape, options: Options) -> AdapterBytes:
@@ -497,13 +517,20 @@ def _adapter_bytes(shape: ModelShape, options: Options) -> AdapterBytes:
     return found
 
 
-def sum_parts(parts: Iterable[Part], options: Options) -> AdapterBytes:
-    """Bytes of an adapter made of `parts`, as it is received and packed."""
-    lora_size, staged_size = ITEMSIZE[options.lora_dtype], ITEMSIZE[options.dtype]
-    packed = staged = shared = pinned = block = largest = 0
+def sum_parts(parts: Iterable[Part], options: Options, received: Iterable[int] | None = None) -> AdapterBytes:
+    """Bytes of an adapter made of `parts`, as it is received and packed.
+
+    Args:
+        parts: its modules.
+        options: checked ones.
+        received: the bytes of each tensor as it is received; by the parts, all in `dtype`, where it is not given.
+
+    """
+    parts, itemsize = list(parts), ITEMSIZE[options.lora_dtype]
+    packed = shared = pinned = block = largest = 0
     for part in parts:
         for tensor in packed_tensors(part, options):
-            size = tensor.elements * lora_size
+            size = tensor.elements * itemsize
             packed += size * part.count
             block += aligned(size) * part.count
             largest = max(largest, size)
@@ -511,25 +538,41 @@ def sum_parts(parts: Iterable[Part], options: Options) -> AdapterBytes:
                 shared += size * part.count
             else:
                 pinned += power_of_two(size // tensor.copies) * tensor.copies * part.count
+    staged = Counter(received) if received is not None else _received(parts, options)
+    pinned += sum(power_of_two(size) * count for size, count in staged.items())
+    dtypes = {
+        dtype for part in parts for pair in part.dtypes for dtype in pair if dtype not in ("", options.lora_dtype)
+    }
+    cast = largest // itemsize * max((RECEIVED_ITEMSIZE[dtype] for dtype in dtypes), default=0)
+    staged_bytes = sum(size * count for size, count in staged.items())
+    return AdapterBytes(packed, staged_bytes, shared, pinned, block, largest, cast)
+
+
+def _received(parts: Iterable[Part], options: Options) -> Counter[int]:
+    """How many tensors of each size in bytes are received, all in `dtype`."""
+    sizes: Counter[int] = Counter()
+    for part in parts:
         for tensor in staged_tensors(part, options):
-            size = tensor.elements * staged_size
-            staged += size * part.count
-            pinned += power_of_two(size // tensor.copies) * tensor.copies * part.count
-    return AdapterBytes(packed, staged, shared, pinned, block, largest)
+            sizes[prod(tensor.shape) * ITEMSIZE[options.dtype]] += tensor.copies * part.count
+    return sizes
 
 
 def combine(
-    shape: ModelShape, options: Options, slots: int, adapter: AdapterBytes, strategy: Strategy, workers: int
+    shape: ModelShape,
+    options: Options,
+    slots: int,
+    adapter: AdapterBytes,
+    strategy: Strategy,
+    workers: int,
+    rows: tuple[Mapping[str, Any], ...] = (),
 ) -> Footprint:
-    """The figures from their parts; `slots` in bytes."""
+    """The figures from their parts; `slots` in bytes, `rows` of what the options do not tell."""
     packed, registered = adapter.packed, options.max_cpu_loras
     staged, shared = (packed, packed) if strategy == "stage" else (adapter.staged, adapter.shared)
     both = packed + staged - shared
     host = 0 if strategy == "keep" else registered * both
     pinned = {"keep": 0, "offload": registered * adapter.pinned, "stage": registered * adapter.block}[strategy]
-    under_way = most_under_way(packed, adapter.largest)
-    if options.dtype != options.lora_dtype:
-        under_way += adapter.largest // ITEMSIZE[options.lora_dtype] * ITEMSIZE[options.dtype]
+    under_way = most_under_way(packed, adapter.largest) + adapter.cast
     return Footprint(
         packed_bytes=packed,
         staged_bytes=staged,
@@ -548,6 +591,7 @@ def combine(
         options=options,
         under_way_bytes=under_way,
         workers_per_node=workers,
+        found_rows=rows,
     )
 
 
@@ -590,7 +634,7 @@ def _plain_options(options: Options | None) -> dict[str, Any]:
     if options is None:
         return {}
     plain = {item.name: getattr(options, item.name) for item in fields(options)}
-    plain["rank_pattern"] = dict(options.rank_pattern)
+    plain |= {name: dict(getattr(options, name)) for name in ("rank_pattern", "alpha_pattern")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
@@ -619,6 +663,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
     adapter: dict[str, Any] = {"rank": options.rank, "target_modules": options.target_modules}
     if options.rank_pattern:
         adapter["rank_pattern"] = dict(options.rank_pattern)
+    alpha_pattern = {"alpha_pattern": dict(options.alpha_pattern)} if options.alpha_pattern else {}
     if options.enable_expert_parallel:
         adapter["expert_parallel_size"] = options.expert_parallel_size
     engine = ("max_loras", "max_lora_rank", "tensor_parallel_size", "fully_sharded_loras")
@@ -630,7 +675,7 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "staged_bytes": ("sum over received tensors of elements * itemsize", {**adapter, "dtype": options.dtype}),
         "shared_bytes": (
             "sum over packed tensors that vLLM takes as they were staged",
-            {"scaling": options.scaling, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
+            {"scaling": options.scaling, **alpha_pattern, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
         ),
         "slot_bytes": (
             "sum over served modules of max_loras * (A + B elements at max_lora_rank, sliced) * itemsize",

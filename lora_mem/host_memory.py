@@ -109,7 +109,8 @@ class HostBlock:
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping = mapping
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         if pin:
             self.unpinned_because = self._page_lock(mapping)
@@ -140,11 +141,13 @@ class HostBlock:
             )
         start = self.used // dtype.itemsize
         self.used = min(self.nbytes, self.used + aligned(nbytes))
-        if dtype not in self._typed:
-            self._typed[dtype] = self._bytes[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        if stride is None:
-            return self._typed[dtype][start : start + elements].view(tuple(shape))
-        return self._typed[dtype].as_strided(tuple(shape), tuple(stride), start)
+        # A view that is made in inference mode could not be written to outside it.
+        with torch.inference_mode(False):
+            if dtype not in self._typed:
+                self._typed[dtype] = self._bytes[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            if stride is None:
+                return self._typed[dtype][start : start + elements].view(tuple(shape))
+            return self._typed[dtype].as_strided(tuple(shape), tuple(stride), start)
 
     def clear(self) -> None:
         """Hand out the memory from the front again; earlier views still show it."""

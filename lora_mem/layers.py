@@ -7,7 +7,9 @@ All sizes are element counts of the whole model, before any tensor or expert par
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 LinearKind = Literal["column", "merged", "mamba", "qkv", "row", "replicated", "embedding", "logits"]
@@ -40,7 +42,8 @@ class Linear:
     `row` RowParallelLinear, `replicated` ReplicatedLinear, `embedding` VocabParallelEmbedding, `logits` the
     LogitsProcessor that stands for `lm_head`.
     `slices` are the output sizes of the wrapper's slots, `heads` the heads (or groups) in each slice: tensor
-    parallelism splits those. Key and value heads are replicated where there are fewer than ranks.
+    parallelism splits those. Key and value heads are replicated where there are fewer than ranks, and so are those of
+    the slices that `replicated` numbers.
     `children` are empty where no adapter can name the module: it has slots all the same.
     `tensor_parallel` is False where vLLM builds the module with `disable_tp`.
     """
@@ -52,6 +55,7 @@ class Linear:
     children: tuple[Child, ...]
     heads: tuple[int, ...] = ()
     tensor_parallel: bool = True
+    replicated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,37 @@ class Group:
 def join(prefix: str, name: str) -> str:
     """Join two parts of a dotted path; an empty prefix adds no dot."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def parse_object(text: str | bytes, what: str, where: str) -> dict[str, Any]:
+    """The JSON object in `text`, which came from `where`.
+
+    Raises:
+        SizingError: it is none.
+
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:  # not UTF-8, not JSON, a number of too many digits
+        raise SizingError(what, where, f"is not valid JSON ({error})") from None
+    except RecursionError:
+        raise SizingError(what, where, "is nested too deeply to be read") from None
+    if not isinstance(found, dict):
+        raise SizingError(what, where, "must hold a JSON object")
+    return found
+
+
+def read_bytes(path: Path, what: str) -> bytes:
+    """What a file holds.
+
+    Raises:
+        SizingError: it cannot be read.
+
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SizingError(what, str(path), f"cannot be read ({error.strerror})") from None
 
 
 class Config:

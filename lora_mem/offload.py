@@ -47,16 +47,16 @@ class HostCopies:
         self._moved = 0
         self._nbytes = 0
 
-    def of(self, tensors: Sequence[torch.Tensor], *, pin: bool) -> list[torch.Tensor]:
+    def of(self, tensors: Sequence[torch.Tensor], *, pin: bool, own: bool = False) -> list[torch.Tensor]:
         """The host copy of each tensor, in order; copies may still be under way until `close`.
 
-        A tensor that is on the host already stays as it is, unless `pin` asks for page-locked memory and it is not.
-        All new copies of one call lie in one exactly sized block.
+        A tensor that is on the host already stays as it is, unless `pin` asks for page-locked memory and it is not, or
+        `own` for a copy whatever it is. All new copies of one call lie in one exactly sized block.
         """
         new: dict[tuple[Any, ...], torch.Tensor] = {}
         keys: list[tuple[Any, ...] | None] = []
         for tensor in tensors:
-            if tensor.device.type == "cpu" and (not pin or tensor.is_pinned()):
+            if tensor.device.type == "cpu" and not own and (not pin or tensor.is_pinned()):
                 keys.append(None)
                 continue
             key = view_key(tensor)

@@ -184,7 +184,11 @@ class _Search:
 
     def largest_rank(self) -> Answer:
         ceiling = self.options.get("max_lora_rank") or MAX_LORA_RANKS[-1]
-        best = _last(lambda rank: self._fits(rank=rank), ceiling)
+        if any(self.options.get(name) for name in ("lora_alpha", "alpha_pattern", "rank_pattern")):
+            # Where a module's rank is its alpha nothing is folded: such a rank can fit where a smaller one does not.
+            best = next((rank for rank in range(ceiling, 0, -1) if self._fits(rank=rank)), 0)
+        else:
+            best = _last(lambda rank: self._fits(rank=rank), ceiling)
         reason = "" if best else "not even rank 1 fits"
         formula = "largest rank with weights + kv_cache + peak <= gpu"
         return Answer("largest_rank", best or None, "", formula, {"max_lora_rank": ceiling}, reason)

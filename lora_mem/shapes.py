@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lora_mem.layers import Config, Experts, Group, Module, SizingError
+from lora_mem.layers import Config, Experts, Group, Module, SizingError, parse_object, read_bytes
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,15 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
         return source, "config"
     if not isinstance(source, str | Path) or not str(source):
         raise SizingError("model", source, "must be a dict, a path to a config.json or a hub name")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), str(path)), str(path)
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            path = path / "config.json"
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long for a file, a home that is nobody's
+        raise SizingError("model", source, f"is no name and no path ({error})") from None
+    if is_file:
+        return parse_object(read_bytes(path, "model"), "model", str(path)), str(path)
     text = str(source)
     if path.suffix == ".json" or text.count("/") != 1 or text.startswith((".", "~", "/")):
         raise SizingError(
@@ -136,16 +140,6 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
             " such as Qwen/Qwen3-30B-A3B",
         )
     return _from_hub(text), text
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SizingError("model", where, f"is not valid JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise SizingError("model", where, "must hold a JSON object")
-    return fields
 
 
 def _from_hub(name: str) -> dict[str, Any]:
@@ -168,11 +162,11 @@ def _from_hub(name: str) -> dict[str, Any]:
         raise SizingError(
             "model", name, f"is not in the built-in table and could not be read from the hub ({reason})"
         ) from None
-    return _parse(Path(path).read_text(encoding="utf-8"), name)
+    return parse_object(read_bytes(Path(path), "model"), "model", name)
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
+    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")
@@ -184,9 +178,6 @@ def _build(fields: dict[str, Any], where: str) -> ModelShape:
         field = "architectures" if architectures else "model_type"
         if architecture in WITHOUT_LORA:
             raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
-        if architecture in NOT_YET_KNOWN:
-            reason = NOT_YET_KNOWN[str(architecture)]
-            raise config.error(field, f"is served with LoRA by vLLM 0.33, but not known here yet: {reason}")
         known = ", ".join(sorted(FAMILIES))
         raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config

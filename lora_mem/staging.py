@@ -136,6 +136,7 @@ class Layout:
         plans: of the chunks seen so far, by their names in order.
         announced: bytes of the adapter that the config announces, once worked out.
         announced_modules: the modules that it announces.
+        announced_parts: what they are laid out in.
         predicted: what the calculator says of these bytes; None where it says nothing.
         not_predicted_because: why it does not, or "".
         shared: the parts of the last adapter of which all experts had one factor.
@@ -152,6 +153,7 @@ class Layout:
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
     announced: int = 0
     announced_modules: frozenset[str] = frozenset()
+    announced_parts: frozenset[Part] = frozenset()
     predicted: int | None = None
     not_predicted_because: str = ""
     shared: frozenset[Part] = frozenset()
@@ -247,9 +249,13 @@ class Layout:
 
     def nbytes(self, names: Collection[str]) -> int:
         """Bytes of a block that holds exactly the parts of these tensors, none of them shared."""
+        return sum(part.nbytes(self.served.dtype) for part in self.parts_of(names))
+
+    def parts_of(self, names: Iterable[str]) -> frozenset[Part]:
+        """The parts that tensors of these names are laid out in."""
+        names = list(names)
         self.learn(names)
-        parts = {part for name in names if (source := self.sources[name]) is not None for part in source.parts}
-        return sum(part.nbytes(self.served.dtype) for part in parts)
+        return frozenset(part for name in names if (source := self.sources[name]) is not None for part in source.parts)
 
     def exact_nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The same for tensors that come all at once: a factor that all experts share takes its place once."""
@@ -339,6 +345,7 @@ class StagedAdapter:
         config: PEFT's adapter_config as plain JSON values.
         tensors: as received, by PEFT's names; empty where `parts` is not. Never written to; an offload replaces device
             tensors by host copies.
+        names: of the tensors that it was made of.
         parts: laid out; the scaling is in B. A part whose experts all share one factor has 1 in place of their number.
         block: what the parts lie in.
         from_device: tensors came from a GPU, whose memory has not been given back to the driver yet.
@@ -346,6 +353,8 @@ class StagedAdapter:
         predicted: bytes that the calculator said its parts take, before they came; None where it did not.
         not_predicted_because: why not, or "".
         version: counts every stage in this process.
+        path: stands for a directory in a request for this version; "" until it is staged.
+        fits: worker LoRA managers of which it is known that the parts are what they would have laid out.
         loaded_in: worker LoRA managers that have built it from this version.
         registered_in: worker LoRA managers that have built it from this or an earlier version.
         models: vLLM's models made of `parts` that are alive: until they are gone, the block cannot be used again.
@@ -355,6 +364,7 @@ class StagedAdapter:
     name: str
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
     parts: dict[Part, torch.Tensor] = field(default_factory=dict)
     block: HostBlock | None = None
     from_device: bool = False
@@ -362,6 +372,8 @@ class StagedAdapter:
     predicted: int | None = None
     not_predicted_because: str = ""
     version: int = field(default_factory=lambda: next(_versions))
+    path: str = ""
+    fits: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     loaded_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     registered_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)

@@ -8,6 +8,7 @@ it is first needed, so that vLLM's plugin loader can import this module for noth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -29,6 +30,7 @@ from lora_mem import checking, offload
 from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
 from lora_mem.host_memory import Arena, HostBlock, copied, view_key
 from lora_mem.staging import Layout, Receiver, StagedAdapter
+from lora_mem.targets import targeted
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -129,6 +131,9 @@ def install(strategy: Strategy = "stage") -> None:
 
 def uninstall() -> None:
     """Put vLLM's own methods back and forget every staged adapter. Adapters that vLLM has registered stay.
+
+    Do not use requests of ours any more: one with `load_inplace` makes vLLM look for a directory, and that error leaves
+    its engine unable to go on.
 
     A method that someone else has wrapped since is left as it is, and our wrapper inside it does nothing any more;
     `status()` says so.
@@ -289,13 +294,14 @@ def stage_adapter(
     Args:
         lora_int_id: 1 or more; must not be in use, unless `load_inplace`.
         tensors: by PEFT's names, `base_model.model.<module>.lora_A.weight`; A `[r, in]`, B `[out, r]`; floating point;
-            on a GPU or the host. Read at once by "stage"; kept, not copied, by "offload" and "keep": do not write to
-            them until the adapter is dropped. Where there is a GPU, ordinary host memory is copied into page-locked
-            memory at once; page-locked tensors are taken as they are.
+            on a GPU or the host. Copied at once by "stage"; kept, not copied, by "offload" and "keep": do not write to
+            them until the adapter is dropped. There, on a host with a GPU, ordinary host memory is copied into
+            page-locked memory at once; page-locked tensors are taken as they are.
         adapter_config: PEFT's `adapter_config.json` as a dict, or an object such as `peft.LoraConfig`.
         name: vLLM's `lora_name`; unique among staged adapters. Default: `lora_mem-<id>`.
-        load_inplace: replace the adapter that has this id; vLLM loads it once, at the request's next step.
-        check_finite: refuse NaN and Inf; reads every value.
+        load_inplace: replace the adapter that has this id; vLLM loads it once, when the returned request is first used.
+            Until then requests that run go on with the version that is loaded.
+        check_finite: refuse NaN and Inf, and what the cast to the slots' dtype would make Inf; reads every value.
 
     Raises:
         AdapterError: the adapter is refused and nothing has changed, neither vLLM's state nor what was staged. Tells
@@ -306,7 +312,8 @@ def stage_adapter(
     lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
     config = checking.plain_config(adapter_config)
-    checking.check_tensors(tensors, check_finite=check_finite)
+    dtypes = {manager.lora_config.lora_dtype for manager in _engines()} if check_finite else set()
+    checking.check_tensors(tensors, check_finite=check_finite, cast_to=dtypes)
     own = {key: tensor.detach() for key, tensor in tensors.items()}
     engines = _engines()
     manager, why_not = engines[0] if len(engines) == 1 else None, ""
@@ -326,16 +333,18 @@ def stage_adapter(
             with Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace) as stage:
                 stage.add_all(own)
                 return stage.commit()
-    # Values that the caller may overwrite must not be ours; on the GPU that would cost a copy of everything.
-    if _pin_memory():
+    _check_not_less(lora_int_id, config, frozenset(own), laid_out=False)
+    # "stage" has read everything when this returns. Otherwise GPU tensors stay the caller's, since a copy of them would
+    # be a second adapter on the GPU, and what is copied to page-locked memory is ordinary host memory.
+    everything = _strategy == "stage"
+    if everything or _pin_memory():
         copies = offload.HostCopies()
-        on_host = [key for key, tensor in own.items() if tensor.device.type == "cpu"]
-        own.update(zip(on_host, copies.of([own[key] for key in on_host], pin=True), strict=True))
+        keys = [key for key, tensor in own.items() if everything or tensor.device.type == "cpu"]
+        own.update(zip(keys, copies.of([own[key] for key in keys], pin=_pin_memory(), own=everything), strict=True))
         copies.close()
     fused = any(".experts.base_layer." in key for key in own)
-    return _enter(
-        StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not), load_inplace, fused=fused
-    )
+    adapter = StagedAdapter(lora_int_id, name, config, tensors=own, names=frozenset(own), why_not_laid_out=why_not)
+    return _enter(adapter, load_inplace, fused=fused)
 
 
 def open_stage(
@@ -380,15 +389,11 @@ def open_stage(
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot receive an adapter in parts: {why_not}")
-    if nbytes is None:
-        nbytes = _announced_bytes(manager, config)
-    elif isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1):
         raise AdapterError(f"nbytes is {nbytes!r}; it must be a positive integer, or None to go by target_modules")
     if generations not in (1, 2) or isinstance(generations, bool):
         raise AdapterError(f"generations is {generations!r}; it must be 1 or 2")
-    if generations == 1 and lora_int_id not in _open:
-        _forget(lora_int_id)
-    return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace)
+    return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace, generations=generations)
 
 
 def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) -> int:
@@ -430,7 +435,15 @@ class Stage:
     """An adapter under way; made by `open_stage`."""
 
     def __init__(
-        self, lora_int_id: int, name: str, config: dict[str, Any], manager: Any, nbytes: int, *, load_inplace: bool
+        self,
+        lora_int_id: int,
+        name: str,
+        config: dict[str, Any],
+        manager: Any,
+        nbytes: int | None,
+        *,
+        load_inplace: bool,
+        generations: int = 2,
     ) -> None:
         if lora_int_id in _open:
             raise AdapterError(f"a stage of adapter {lora_int_id} is open already; commit or leave it first")
@@ -441,17 +454,29 @@ class Stage:
         self.name: str = name
         self._adapter = StagedAdapter(lora_int_id, name, config)
         self._load_inplace = load_inplace
+        self._manager = manager
         self._layout = _layout(manager, config)
-        self._announced = nbytes
-        if nbytes == self._layout.announced:
+        # By bytes only where the caller gives them, else by the modules that the config names.
+        self._by_config = nbytes is None
+        self._announced: int = _announced_bytes(manager, config) if nbytes is None else nbytes
+        nbytes = self._announced
+        if self._by_config:
             # As the last version's experts did, this one's will share what they shared.
             nbytes -= self._layout.saved(self._layout.shared)
             self._adapter.predicted = self._layout.predicted
             self._adapter.not_predicted_because = self._layout.not_predicted_because
+        old = _staged.get(lora_int_id) if generations == 1 else None
+        # The old version's own block, or one that is there before the old version goes.
+        if old is not None and old.block is not None and old.block.nbytes == nbytes:
+            old = None
+            _forget(lora_int_id)
         try:
             self._block = _arena.take(nbytes, pin=_pin_memory())
         except MemoryError as error:
             raise AdapterError(str(error)) from None
+        if old is not None:
+            del old
+            _forget(lora_int_id)
         self._receiver: Receiver | None = Receiver(self._layout, self._block, self._announced)
         self._failed = ""
         _open[lora_int_id] = self
@@ -503,16 +528,22 @@ class Stage:
         arrived = sum(part.nbytes(dtype) for part in receiver.parts)
         shared = frozenset(part for part, tensor in receiver.parts.items() if tuple(tensor.shape) != part.shape)
         taken = arrived - self._layout.saved(shared)
-        if self._announced not in (arrived, taken):
+        expected = self._layout.announced_parts
+        if receiver.parts.keys() != expected if self._by_config else self._announced not in (arrived, taken):
+            missing = sorted({part.module for part in expected - receiver.parts.keys()})
+            which = f" (nothing for {', '.join(checking.compact(missing))})" if self._by_config and missing else ""
             raise AdapterError(
                 f"{self._announced} bytes were announced (by nbytes, or target_modules "
-                f"{self._adapter.config['target_modules']!r}), but {arrived} arrived; add what is missing, "
+                f"{self._adapter.config['target_modules']!r}), but {arrived} arrived{which}; add what is missing, "
                 f"correct the adapter_config, or pass nbytes={arrived} to open_stage"
             )
+        _check_not_less(self.lora_int_id, self._adapter.config, self._layout.checked, laid_out=True)
         if self._block.used < self._block.nbytes:
             self._block.shrink()  # experts that share a factor need less than was announced
         self._layout.shared = shared
         adapter = self._adapter
+        adapter.names = self._layout.checked
+        adapter.fits.add(self._manager)
         adapter.parts = receiver.parts
         adapter.block = self._block
         adapter.from_device = receiver.from_device
@@ -951,9 +982,15 @@ def _started_before(classes: tuple[type, ...]) -> list[Any]:
 
 
 def _loaded_once(manager: Any, request: LoRARequest) -> LoRARequest:
-    """The request without `load_inplace` where this version is loaded: vLLM keeps it, and would reload each step."""
+    """The request without `load_inplace`, except for the first load of the version that it stands for.
+
+    vLLM hands a running request over at each step, and would reload each time. One that stands for an older version
+    goes on with what is loaded: the new version comes with its own request.
+    """
     stage = _staged.get(request.lora_int_id)
-    if stage is None or manager not in stage.loaded_in or not request.lora_path.startswith(SCHEME):
+    if stage is None or not request.lora_path.startswith(SCHEME):
+        return request
+    if manager not in stage.loaded_in and request.lora_path == stage.path:
         return request
     return _changed(request, load_inplace=False)
 
@@ -998,12 +1035,13 @@ def _enter(stage: StagedAdapter, load_inplace: bool, *, fused: bool) -> LoRARequ
     if before is not None:
         stage.registered_in |= before.registered_in
         before.models.discard(before)
+    stage.path = f"{SCHEME}{stage.lora_int_id}/{stage.version}"
     _staged[stage.lora_int_id] = stage
     _offloads.pop(stage.lora_int_id, None)
     return LoRARequest(
         lora_name=stage.name,
         lora_int_id=stage.lora_int_id,
-        lora_path=f"{SCHEME}{stage.lora_int_id}/{stage.version}",
+        lora_path=stage.path,
         load_inplace=load_inplace,
         is_3d_lora_weight=fused,
     )
@@ -1041,7 +1079,7 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
     if layout.announced:
         return layout.announced
     served = served_model(manager)
-    wanted = _targets(config)
+    wanted = targeted(config)
     modules = [module for module in served.modules if wanted(module) and module not in served.aliases]
     if not modules:
         raise AdapterError(
@@ -1064,6 +1102,7 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
         )
     layout.announced = announced
     layout.announced_modules = frozenset(modules)
+    layout.announced_parts = layout.parts_of(names)
     with contextlib.suppress(AdapterError):  # what is announced may still be completed by what is not
         layout.check_complete(names)
     return layout.announced
@@ -1110,63 +1149,6 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
     except SizingError as error:
         return None, f"the calculator does not size it: {error}"
     return result.host_pinned_bytes // lora_config.max_loras, ""
-
-
-def _targets(config: dict[str, Any]) -> Callable[[str], bool]:
-    """PEFT's rule for which modules an adapter has.
-
-    `target_modules`, less `exclude_modules`, is a regular expression for the whole name, or names of which one is the
-    module's or its ending; names only hold in `layers_to_transform`, where that is given. `modules_to_save` have none.
-    """
-    targets = config["target_modules"]
-    parameters = tuple(config.get("target_parameters") or ())
-    excluded = _named(config.get("exclude_modules") or ())
-    saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in config.get("modules_to_save") or ()]
-
-    def left_out(module: str) -> bool:
-        return excluded(module) or any(pattern.match(module) for pattern in saved)
-
-    if targets == "all-linear":
-        return lambda module: module.rpartition(".")[2] not in ("embed_tokens", "lm_head") and not left_out(module)
-    named, in_layers = _named(targets), _in_layers(config)
-    # PEFT's fused experts: gate_up_proj is stored as experts.base_layer, down_proj as experts.
-    fused = any("experts" in parameter for parameter in parameters) or (
-        not isinstance(targets, str) and "experts" in targets
-    )
-
-    def wanted(module: str) -> bool:
-        if fused and (module.endswith((".experts", ".experts.base_layer")) or ".experts." in module):
-            return True
-        return named(module) and in_layers(module) and not left_out(module)
-
-    return wanted
-
-
-def _named(names: str | Iterable[str]) -> Callable[[str], bool]:
-    """PEFT's rule for names of modules: a regular expression for all of one, or one of them or its ending."""
-    if isinstance(names, str):
-        pattern = re.compile(names)
-        return lambda module: pattern.fullmatch(module) is not None
-    endings = tuple(f".{name}" for name in names)
-    return lambda module: f".{module}".endswith(endings) if endings else False
-
-
-def _in_layers(config: dict[str, Any]) -> Callable[[str], bool]:
-    """PEFT's `layers_to_transform`, by the first number in a name, or the first after one of `layers_pattern`."""
-    layers = config.get("layers_to_transform")
-    if isinstance(config["target_modules"], str) or layers is None or layers == []:
-        return lambda module: True
-    numbers = {layers} if isinstance(layers, int) else set(layers)
-    patterns = config.get("layers_pattern") or []
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    found = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns] or [r".*?\.[^.]*\.(\d+)\."]
-
-    def inside(module: str) -> bool:
-        matches = (re.match(pattern, module) for pattern in found)
-        match = next((match for match in matches if match), None)
-        return match is not None and int(match.group(1)) in numbers
-
-    return inside
 
 
 def _model_of_parts(manager: Any, stage: StagedAdapter, request: LoRARequest, helper: PEFTHelper) -> LoRAModel:
@@ -1235,6 +1217,8 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
             "call it in each worker through collective_rpc"
         )
     if stage.parts:
+        if manager not in stage.fits:
+            _check_fits(manager, stage)
         return _made_here(_model_of_parts(manager, stage, request, _peft_helper(stage.config)), stage)
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
@@ -1249,6 +1233,23 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
         else:
             del manager._lora_model_cls
     return _made_here(model, stage)
+
+
+def _check_fits(manager: Any, stage: StagedAdapter) -> None:
+    """Refuse an adapter that was laid out for another engine, unless this one would have laid it out the same way."""
+    _check_config(manager, stage.config)
+    layout = _layout(manager, stage.config)
+    wanted = {dataclasses.astuple(part) for part in layout.parts_of(stage.names)}
+    layout.check_complete(stage.names)
+    parts = {dataclasses.astuple(part) for part in stage.parts}
+    dtype = next(iter(stage.parts.values())).dtype
+    shared = any(tuple(tensor.shape) != part.shape for part, tensor in stage.parts.items())
+    if wanted != parts or dtype != layout.served.dtype or (shared and not layout.served.share):
+        raise AdapterError(
+            f"adapter {stage.lora_int_id} ({stage.name}) was laid out in {dtype} for another engine of this process, "
+            f"and this one takes it otherwise (in {layout.served.dtype}); stage it again"
+        )
+    stage.fits.add(manager)
 
 
 def _made_here(model: LoRAModel, stage: StagedAdapter) -> LoRAModel:
@@ -1340,6 +1341,19 @@ def _check_id_and_name(lora_int_id: int, name: str | None, *, load_inplace: bool
     if same_name and same_name != [lora_int_id]:
         raise AdapterError(f"name {name!r} is in use by adapter {same_name[0]}; vLLM tells requests apart by name")
     return name
+
+
+def _check_not_less(lora_int_id: int, config: dict[str, Any], names: frozenset[str], *, laid_out: bool) -> None:
+    """Refuse a version that lacks what the one before had, by the same config: half a sync, as far as we can know."""
+    before = _staged.get(lora_int_id)
+    if before is None or before.names is names or before.config != config or bool(before.parts) != laid_out:
+        return
+    missing = sorted(before.names - names)
+    if missing:
+        raise AdapterError(
+            f"{len(missing)} tensors that the version before had are missing, {missing[0]} the first; send all of "
+            f"them, correct the adapter_config, or drop_adapter({lora_int_id}) before"
+        )
 
 
 def _integer_id(lora_int_id: Any) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ CONFIG = {
     "num_experts": 4,
     "vocab_size": 128,
 }
-PEFT = {"r": 4, "lora_alpha": 8}
+PEFT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 PREFIX = "base_model.model.model.layers"
 
 
@@ -47,8 +48,15 @@ def whole_adapter(rank: int = 4) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def put(directory: Path, header: bytes, data: int) -> Path:
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + data)
+    return directory
+
+
 def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any] | None = None) -> Path:
-    """A directory whose weights file is a header only: the data must never be needed."""
+    """A directory whose weights file has a header and a hole: the data must never be needed."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -56,7 +64,7 @@ def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str,
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
-    (directory / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    put(directory, text, offset)
     (directory / "adapter_config.json").write_text(json.dumps(PEFT if config is None else config), encoding="utf-8")
     return directory
 
@@ -124,10 +132,88 @@ def test_what_vllm_would_refuse(shapes: dict[str, tuple[int, ...]], reason: str,
         adapter.footprint(CONFIG)
 
 
-def test_a_routed_expert_must_be_whole(tmp_path: Path) -> None:
-    shapes = {name: shape for name, shape in whole_adapter().items() if "up_proj" not in name}
-    with pytest.raises(SizingError, match="has no up_proj"):
-        read_adapter(write(tmp_path, shapes)).check(CONFIG)
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [("up_proj", "has no up_proj beside it"), ("experts.3.up_proj", "has up_proj for 3 of 4 experts")],
+)
+def test_a_routed_expert_must_be_whole(left_out: str, reason: str, tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in whole_adapter().items() if left_out not in name}
+    adapter = read_adapter(write(tmp_path, shapes))
+    refused = adapter.check(CONFIG).refused
+    assert refused
+    assert all("experts" in name and reason in found for name, found in refused.items())
+    with pytest.raises(SizingError, match=reason):
+        adapter.footprint(CONFIG)
+
+
+def test_experts_of_one_projection_have_one_rank(tmp_path: Path) -> None:
+    shapes = whole_adapter() | pair("0.mlp.experts.2.up_proj", 32, 16, 2)
+    refused = read_adapter(write(tmp_path, shapes)).check(CONFIG).refused
+    assert all(".layers.0.mlp.experts." in name and "ranks of up_proj differ" in why for name, why in refused.items())
+    assert len(refused) == 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("r", 600, "rank=600: the config's largest, is more than max_lora_rank=512"),
+        ("rank_pattern", {"q_proj": 513}, "rank=513"),
+        ("use_dora", True, "config use_dora=True: vLLM has no DoRA"),
+        ("bias", "all", "config bias='all': must be 'none'"),
+        ("modules_to_save", ["lm_head"], r"config modules_to_save=\['lm_head'\]: vLLM takes none but"),
+        ("init_lora_weights", "pissa", "config init_lora_weights='pissa': changes the base model's weights"),
+    ],
+)
+def test_a_config_that_vllm_refuses(field: str, value: object, reason: str, tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter(), {**PEFT, field: value}))
+    check = adapter.check(CONFIG)
+    assert not check.ok
+    assert not check.refused
+    assert f"refused for {reason.partition('=')[0]}" in repr(check)
+    with pytest.raises(SizingError, match=reason):
+        adapter.footprint(CONFIG)
+
+
+def test_tensors_must_fit_the_slots_whatever_the_config_says(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter(32), {**PEFT, "r": 8}))
+    assert "has rank 32, which does not fit slots of max_lora_rank=8" in repr(adapter.check(CONFIG))
+    assert not adapter.check(CONFIG, max_lora_rank=16).ok
+    assert adapter.check(CONFIG, max_lora_rank=32).ok
+    assert read_adapter(write(tmp_path, whole_adapter(8))).check(CONFIG).ok  # r is 4: vLLM takes it all the same
+
+
+def test_dtypes_may_differ_from_tensor_to_tensor() -> None:
+    sizes = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+    def of(**dtypes: str) -> Any:
+        tensors = {}
+        for name, shape in whole_adapter().items():
+            factor = "A" if "lora_A" in name else "B"
+            dtype = next((kind for part, kind in dtypes.items() if part in f"{name} {factor}"), "bfloat16")
+            tensors[name] = SimpleNamespace(shape=shape, dtype=dtype, nbytes=prod(shape) * sizes[dtype])
+        return read_adapter(tensors, {**PEFT, "lora_alpha": 4})
+
+    plain, mixed = of().footprint(CONFIG), of(q_proj="float64", o_proj="float32", experts="float16").footprint(CONFIG)
+    assert mixed.packed_bytes == plain.packed_bytes
+    assert mixed.staged_bytes == plain.staged_bytes + 2 * (6 * 4 * (32 + 64) + 2 * 4 * (64 + 32))
+    assert plain.shared_bytes == 2 * 2 * 2 * 4 * (32 + 64)  # all of q_proj and o_proj
+    assert mixed.shared_bytes == 0
+    half = of(B="float32").footprint(CONFIG)
+    assert half.shared_bytes == 2 * 2 * 4 * (32 + 64)  # A of both
+    assert half.to_dict()["options"]["dtype"] == "bfloat16 and float32"
+    assert sum(row["bytes"] for row in half.rows("staged")) == half.staged_bytes
+    assert sum(row["bytes"] for row in half.rows("packed")) == half.packed_bytes
+    with pytest.raises(SizingError, match="lora_dtype='auto': must be named for an adapter of bfloat16 and float32"):
+        of(B="float32").footprint(CONFIG, lora_dtype="auto")
+    with pytest.raises(SizingError, match="rank=8: must be left out"):
+        of().footprint(CONFIG, rank=8)
+
+
+def test_a_worker_is_given_its_own_experts(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, whole_adapter()))
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    rule = footprint(CONFIG, rank=4, target_modules=["q_proj", "o_proj", "experts"], lora_alpha=8, **options)
+    assert rule.compare(adapter.footprint(CONFIG, **options)).equal
 
 
 def test_tensors_of_one_memory_count_once() -> None:
@@ -146,13 +232,18 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, whole_adapter())
     weights = tmp_path / "adapter_model.safetensors"
     whole = weights.read_bytes()
-    for damaged in (b"", b"1234", whole[:40], struct.pack("<Q", 1 << 60) + whole[8:]):
+    length = struct.unpack("<Q", whole[:8])[0]
+    for damaged in (b"", b"1234", whole[:40], struct.pack("<Q", 1 << 60) + whole[8:], whole[: 7 + length]):
         weights.write_bytes(damaged)
         with pytest.raises(SizingError, match="no safetensors file"):
             read_adapter(tmp_path)
     weights.write_bytes(whole.replace(b'"shape": [4, 32]', b'"shape": [4, 33]'))
     with pytest.raises(SizingError, match="is damaged"):
         read_adapter(tmp_path)
+    for lying in (whole[:-1], whole + b"1", whole[: 8 + length], struct.pack("<Q", length + 8) + whole[8:-8]):
+        weights.write_bytes(lying.replace(b"}}" + b"\0" * 8, b"}}" + b" " * 8))
+        with pytest.raises(SizingError, match="is damaged: its header tells of"):
+            read_adapter(tmp_path)
     weights.write_bytes(whole)
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(SizingError, match=r"adapter_config\.json.*is missing"):
@@ -162,3 +253,94 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
         read_adapter(tmp_path)
     with pytest.raises(SizingError, match="config=None"):
         read_adapter({})
+
+
+ENTRY = {"dtype": "BF16", "shape": [4, 32], "data_offsets": [0, 256]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([1], "must hold a JSON object"),
+        ({"a": 5}, "a=5: must be an object with dtype, shape and data_offsets"),
+        ({"a": {"dtype": "BF16", "data_offsets": [0, 2]}}, "shape of a=None: must be a list of whole numbers"),
+        ({"a": {**ENTRY, "shape": "ab"}}, "shape of a='ab': must be a list"),
+        ({"a": {**ENTRY, "shape": [4, -32]}}, r"shape of a=\[4, -32\]: must be"),
+        ({"a": {**ENTRY, "shape": [4, 32.0]}}, "shape of a="),
+        ({"a": {**ENTRY, "data_offsets": [0, 1, 256]}}, r"data_offsets of a=\[0, 1, 256\]: must be two"),
+        ({"a": {**ENTRY, "data_offsets": None}}, "data_offsets of a=None"),
+        ({"a": {**ENTRY, "data_offsets": [256, 0]}}, "is damaged: a has -256 bytes"),
+        ({"a": {**ENTRY, "data_offsets": [8, 264]}}, "is damaged: a begins at byte 8 of the data, not 0"),
+        ({"a": ENTRY, "b": ENTRY}, "is damaged: b begins at byte 0 of the data, not 256"),
+        ({"a": {**ENTRY, "dtype": "BF17"}}, "dtype of a='BF17': must be one of"),
+        ({"a": {**ENTRY, "dtype": ["BF16"]}}, "dtype of a="),
+    ],
+)
+def test_a_header_that_no_writer_makes(header: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    put(tmp_path, json.dumps(header).encode(), 256)
+    with pytest.raises(SizingError, match=message):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe\x00", b'{"a": ', b"[1]", b"9" * 5000])
+def test_text_that_holds_no_object(text: bytes, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    put(tmp_path, text, 0)
+    with pytest.raises(SizingError, match=r"adapter_model\.safetensors \(header\)"):
+        read_adapter(tmp_path)
+    write(tmp_path, {})
+    (tmp_path / "adapter_config.json").write_bytes(text)
+    with pytest.raises(SizingError, match=r"adapter_config\.json"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("r", value) for value in (None, 0, -1, 8.5, float("inf"), float("nan"), "8", True)),
+        *(("lora_alpha", value) for value in (None, 0, float("inf"), float("nan"), "8", True)),
+        *(("rank_pattern", value) for value in ([1], "x", {"q_proj": "x"}, {"q_proj": 0}, {"q_proj": 2.5}, {"[": 4})),
+        *(("alpha_pattern", value) for value in ([1], "x", {"q_proj": "x"}, {"q_proj": float("nan")}, {"(": 4})),
+        *(("modules_to_save", value) for value in (5, "lm_head", [5])),
+    ],
+)
+def test_a_field_of_the_config_that_is_no_such_number(field: str, value: object, tmp_path: Path) -> None:
+    write(tmp_path, whole_adapter(), {**PEFT, field: value})
+    with pytest.raises(SizingError, match=rf"config field {field}.*: must be"):
+        read_adapter(tmp_path)
+
+
+def test_a_source_that_is_none(tmp_path: Path) -> None:
+    for source in (None, 5, [tmp_path]):
+        with pytest.raises(SizingError, match="source=.*must be the directory of an adapter, or a dict"):
+            read_adapter(source)  # type: ignore[arg-type]
+    with pytest.raises(SizingError, match="is no path"):
+        read_adapter("a" * 5000)
+    with pytest.raises(SizingError, match="config='x': must be PEFT's config"):
+        read_adapter({}, "x")  # type: ignore[arg-type]
+    with pytest.raises(SizingError, match="tensor a=5: must have shape"):
+        read_adapter({"a": 5}, PEFT)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F8_E4M3", "float8_e4m3fn"), ("I8", "int8")])
+def test_dtypes_that_cannot_be_staged_are_named(kind: str, dtype: str, tmp_path: Path) -> None:
+    """vLLM's own loader casts them as they are, without a scale."""
+    write(tmp_path, {})
+    q_proj = f"{PREFIX}.0.self_attn.q_proj"
+    header = {
+        f"{q_proj}.lora_A.weight": {"dtype": kind, "shape": [4, 32], "data_offsets": [0, 128]},
+        f"{q_proj}.lora_B.weight": {"dtype": kind, "shape": [64, 4], "data_offsets": [128, 384]},
+    }
+    adapter = read_adapter(put(tmp_path, json.dumps(header).encode(), 384))
+    assert adapter.check(CONFIG).ok
+    assert adapter.staged_bytes == 384
+    with pytest.raises(SizingError, match=rf"dtype of .*lora_A\.weight='{dtype}': cannot be staged; allowed"):
+        adapter.footprint(CONFIG)
+
+
+def test_an_adapter_without_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    adapter = read_adapter(write(tmp_path, {}))
+    assert not adapter.check(CONFIG).ok
+    with pytest.raises(SizingError, match="tensors=0: has no LoRA weight"):
+        adapter.footprint(CONFIG)

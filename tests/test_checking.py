@@ -152,6 +152,13 @@ def test_values_are_looked_at_only_when_asked(value):
         checking.check_tensors(tensors, check_finite=True)
 
 
+def test_values_that_the_cast_would_make_infinite():
+    tensors = {"good": torch.tensor([65504.0]), "bad": torch.tensor([1e6])}
+    checking.check_tensors(tensors, check_finite=True, cast_to=[torch.bfloat16])
+    with pytest.raises(AdapterError, match=r"too large for the slots' torch.float16 in bad"):
+        checking.check_tensors(tensors, check_finite=True, cast_to=[torch.float16])
+
+
 def test_a_config_may_be_a_dict_or_an_object():
     @dataclasses.dataclass
     class Config:
@@ -182,6 +189,8 @@ def test_a_config_may_be_a_dict_or_an_object():
         ({"r": 8, "lora_alpha": 1, "rank_pattern": {"(": 4}}, "is '\\(', which is no regular expression"),
         ({"r": 8, "lora_alpha": 1, "alpha_pattern": {"q": "4"}}, r"\['alpha_pattern'\]\['q'\] is '4'"),
         ({"r": 8, "lora_alpha": 1, "target_modules": 3}, r"\['target_modules'\] is 3; it must be a list of names"),
+        ({"r": 8, "lora_alpha": 1, "peft_type": "IA3"}, r"\['peft_type'\] is 'IA3'; vLLM serves LORA only"),
+        ({"r": 8, "lora_alpha": 1, "use_rslora": "yes"}, r"\['use_rslora'\] is 'yes'; it must be True or False"),
         ({"r": 8, "lora_alpha": 1, "exclude_modules": [3]}, r"\['exclude_modules'\] is \[3\]; it must be a list of"),
         ({"r": 8, "lora_alpha": 1, "exclude_modules": "("}, r"\['exclude_modules'\] is '\('"),
         ({"r": 8, "lora_alpha": 1, "layers_to_transform": ["1"]}, r"\['layers_to_transform'\] is \['1'\]; it must be"),

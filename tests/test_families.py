@@ -149,6 +149,38 @@ def test_embeddings_that_vllm_cannot_serve_are_refused() -> None:
     assert footprint(config, rank=8, lora_target_modules=["qkv_proj", "o_proj"]).slot_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        (
+            "MuseSparkForConditionalGeneration",
+            {"mlp_layer_types": ["sparse"] * 4},
+            "does not serve Muse Spark's experts",
+        ),
+        ("Step5ForCausalLM", {"sparse_config": None}, "sparse_config=None: must be an object"),
+        ("Step5ForCausalLM", {"num_attention_groups": 2}, "sparse_config.index_tp_size=.*must be 2"),
+        ("AliceAIForCausalLM", {"linear_num_value_heads": 8}, "linear_num_value_heads=8: must be 4"),
+        ("Qwen4ExpForCausalLM", {"layer_types": ["mystery"] * 4}, "layer_types.*entry 0 must be one of"),
+    ],
+)
+def test_what_vllm_would_not_start_is_refused(architecture: str, change: dict[str, Any], message: str) -> None:
+    fact = next(fact for fact in FAMILY_FACTS if fact.get("architecture") == architecture)
+    config = json.loads(json.dumps(fact["config"]))
+    config.get("text_config", config).update(change)
+    with pytest.raises(SizingError, match=message):
+        footprint(config, rank=8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "workers", "message"),
+    [("Step5ForCausalLM", 8, "number of heads"), ("AliceAIForCausalLM", 8, "number of heads")],
+)
+def test_heads_that_do_not_divide_are_refused(architecture: str, workers: int, message: str) -> None:
+    fact = next(fact for fact in FAMILY_FACTS if fact.get("architecture") == architecture)
+    with pytest.raises(SizingError, match=message):
+        footprint(fact["config"], rank=8, tensor_parallel_size=workers)
+
+
 def test_every_family_has_a_fact_from_vllm() -> None:
     configs = [known_config(fact["model"]) if "model" in fact else fact["config"] for fact in FACTS + FAMILY_FACTS]
     assert set(FAMILIES) == {ModelShape.from_config(config).architecture for config in configs}

@@ -143,6 +143,45 @@ def test_dense_modules_keep_the_staged_tensors() -> None:
     assert footprint(config(), scaling=1, lora_dtype="float16", **only).shared_bytes == 0
 
 
+def test_what_is_folded_goes_by_the_scaling_of_each_module() -> None:
+    common: dict[str, Any] = {"rank": 8, "target_modules": ["q_proj", "o_proj"]}
+    known = footprint(config(), lora_alpha=8, **common)
+    assert known.shared_bytes == known.packed_bytes == footprint(config(), scaling=1, **common).shared_bytes
+    b_of_one_layer = 64 * 8 * 2  # q_proj maps 32 to 64
+    one = footprint(config(), lora_alpha=8, alpha_pattern={r"layers\.1\.self_attn\.q_proj": 16}, **common)
+    assert one.shared_bytes == one.packed_bytes - b_of_one_layer
+    assert "alpha_pattern={" in one.why("shared")
+    assert json.loads(json.dumps(one.to_dict()))["options"]["alpha_pattern"]
+    by_rank = footprint(config(), lora_alpha=8, rank_pattern={"q_proj": 4}, **common)
+    assert by_rank.shared_bytes == by_rank.packed_bytes - 2 * 64 * 4 * 2
+    assert footprint(config(), scaling=1, rank_pattern={"q_proj": 4}, **common).shared_bytes == by_rank.shared_bytes
+    rooted = footprint(config(), lora_alpha=4, rank_pattern={"q_proj": 16}, use_rslora=True, **common)
+    assert rooted.shared_bytes == 2 * (16 * 32 + 64 * 16 + 8 * 64) * 2  # 4 / sqrt(16) for q_proj; o_proj is folded
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scaling": float("nan")}, "scaling=nan: must be a finite number above 0"),
+        ({"scaling": float("inf")}, "scaling=inf: must be"),
+        ({"scaling": True}, "scaling=True: must be"),
+        ({"lora_alpha": 0}, "lora_alpha=0: must be"),
+        ({"lora_alpha": 10**400}, "must be a finite number"),
+        ({"scaling": 1, "lora_alpha": 8}, "scaling=1: must be left out where lora_alpha=8"),
+        ({"alpha_pattern": {"q_proj": 8}}, "needs lora_alpha"),
+        ({"use_rslora": True}, "use_rslora=True: needs lora_alpha"),
+        ({"lora_alpha": 8, "alpha_pattern": {"zz": 8}}, "alpha_pattern='zz': matches no module"),
+        ({"lora_alpha": 8, "alpha_pattern": {"q_proj": float("nan")}}, r"alpha_pattern\['q_proj'\]=nan: must be"),
+        ({"rank_pattern": {"[": 4}}, r"rank_pattern key='\[': must be a name or a regular expression \(unterminated"),
+        ({"rank_pattern": {1: 4}}, "rank_pattern key=1: must be a name or a regular expression"),
+        ({"rank_pattern": [1]}, r"rank_pattern=\[1\]: must be a dict"),
+    ],
+)
+def test_scalings_and_patterns_that_are_none(options: Any, message: str) -> None:
+    with pytest.raises(SizingError, match=message):
+        footprint(config(), rank=8, **options)
+
+
 @pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
 def test_phases_agree_with_the_figures(strategy: Any) -> None:
     result = footprint(config(), rank=8, max_cpu_loras=3, strategy=strategy)

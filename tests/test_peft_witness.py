@@ -110,7 +110,7 @@ def test_fused_experts(kind: str) -> None:
 
 
 def save(directory: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    """An adapter's directory whose weights file has a true header and no data."""
+    """An adapter's directory whose weights file has a true header and a hole for the data."""
     names = {torch.bfloat16: "BF16", torch.float32: "F32"}
     header: dict[str, Any] = {}
     offset = 0
@@ -119,7 +119,9 @@ def save(directory: Path, tensors: dict[str, Any], config: dict[str, Any]) -> No
         header[name] = {**entry, "data_offsets": [offset, offset + tensor.nbytes]}
         offset += tensor.nbytes
     text = json.dumps(header).encode()
-    (directory / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with (directory / "adapter_model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
     (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -128,7 +130,7 @@ def test_an_adapter_of_pefts_is_read_and_sized(kind: str, tmp_path: Path) -> Non
     config = config_of(kind, num_hidden_layers=3, intermediate_size=2816, **DENSE[kind])
     pattern = {"layers.0.mlp.up_proj": 24}
     tensors = adapter_tensors(config, r=8, target_modules="all-linear", rank_pattern=pattern)
-    save(tmp_path, tensors, {"r": 8, "lora_alpha": 16, "rank_pattern": pattern})
+    save(tmp_path, tensors, {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "rank_pattern": pattern})
     adapter = read_adapter(tmp_path)
     assert adapter.staged_bytes == nbytes(tensors)
     check = adapter.check(config.to_dict())

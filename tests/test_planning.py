@@ -36,6 +36,13 @@ def test_answers_are_the_last_that_fit() -> None:
     assert result["headroom"] == result.headroom_bytes == 43 * GIB - result.footprint.gpu_sync_peak_bytes
 
 
+def test_the_rank_that_needs_no_folding_fits_where_a_smaller_one_does_not() -> None:
+    common: dict[str, Any] = {"max_lora_rank": 64, "strategy": "keep", "lora_alpha": 64, "target_modules": "q_proj"}
+    room = footprint(QWEN, rank=64, **common).gpu_sync_peak_bytes
+    assert footprint(QWEN, rank=63, **common).gpu_sync_peak_bytes > room
+    assert plan(QWEN, rank=8, gpu_bytes=room + 1, weights_bytes=1, **common)["largest_rank"] == 64
+
+
 @settings(max_examples=25, deadline=None)
 @given(room=st.integers(1, 120), rank=st.integers(1, 128))
 def test_fits_means_that_nothing_is_over(room: int, rank: int) -> None:
@@ -178,3 +185,10 @@ def test_the_interactive_planner_follows_its_widgets() -> None:
     box.choose["rank"].value = 0
     assert box.result is None
     assert "rank=0" in box.children[1].value
+    box.choose["rank"].value = 16
+    box.choose["model"].value = "openai/gpt-oss-20b"
+    box.choose["moe_backend"].value = ""
+    assert box.result is None
+    assert "moe_backend=None: must be named" in box.children[1].value
+    box.choose["moe_backend"].value = "mxfp4_marlin"
+    assert box.result.slot_bytes

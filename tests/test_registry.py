@@ -1,4 +1,4 @@
-"""Architectures that the installed vLLM serves with LoRA are sized, or listed as not yet known: no gap grows silently.
+"""Architectures that the installed vLLM serves with LoRA are sized: no gap grows silently.
 
 vLLM's registry and model files are read as text, not imported: that takes a second instead of minutes.
 """
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_mem.families import FAMILIES, NOT_YET_KNOWN, WITHOUT_LORA, WITHOUT_PIPELINE
+from lora_mem.families import FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
 from lora_mem.footprints import footprint
 from lora_mem.layers import SizingError
-from lora_mem.shapes import ModelShape
 
 GENERATION = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
@@ -51,11 +50,11 @@ def registry(path: Path) -> list[tuple[str, str]]:
     return entries
 
 
-def test_what_vllm_serves_with_lora_is_known_or_listed() -> None:
+def test_what_vllm_serves_with_lora_is_known() -> None:
     served = implementing("SupportsLoRA")
     assert len(served) > 100
     # A later vLLM may drop LoRA from a model that an earlier one served, so WITHOUT_LORA answers too.
-    assert not served - set(FAMILIES) - set(NOT_YET_KNOWN) - WITHOUT_LORA
+    assert not served - set(FAMILIES) - WITHOUT_LORA
 
 
 def test_pipeline_parallelism_is_refused_where_vllm_has_none() -> None:
@@ -74,14 +73,3 @@ def test_pipeline_parallelism_is_refused_where_vllm_has_none() -> None:
         footprint(whisper, rank=8, pipeline_parallel_size=2)
     with pytest.raises(SizingError, match="num_hidden_layers=3: must be the same as encoder_layers"):
         footprint(whisper | {"num_hidden_layers": 3}, rank=8)
-
-
-def test_the_lists_do_not_overlap() -> None:
-    assert not set(NOT_YET_KNOWN) & set(FAMILIES)
-    assert not set(NOT_YET_KNOWN) & WITHOUT_LORA
-
-
-@pytest.mark.parametrize("architecture", sorted(NOT_YET_KNOWN))
-def test_what_is_not_known_yet_gets_an_error_that_says_so(architecture: str) -> None:
-    with pytest.raises(SizingError, match="not known here yet"):
-        ModelShape.from_config({"architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2})

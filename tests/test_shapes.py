@@ -159,6 +159,9 @@ def test_a_contradiction_is_named(change: dict[str, Any], message: str) -> None:
         ("no-slash", "is no file, and no hub name"),
         ("", "must be a dict, a path"),
         (7, "must be a dict, a path"),
+        ("a" * 5000, "is no name and no path"),
+        (Path("b" * 5000), "is no name and no path"),
+        ("~nobody-of-this-name/model", "is no name and no path"),
     ],
 )
 def test_a_source_that_is_not_found(source: Any, message: str) -> None:
@@ -173,6 +176,12 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
         ModelShape.from_config(path)
     path.write_text("[]", encoding="utf-8")
     with pytest.raises(SizingError, match="JSON object"):
+        ModelShape.from_config(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SizingError, match="not valid JSON"):
+        ModelShape.from_config(path)
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(SizingError, match="nested too deeply"):
         ModelShape.from_config(path)
 
 

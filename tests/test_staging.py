@@ -274,6 +274,7 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
     shared = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, True)
     own = adapter("gated", torch.Generator().manual_seed(1), torch.bfloat16, False)
     full = layout.announced = layout.nbytes(own)
+    layout.announced_parts = layout.parts_of(own)
     assert layout.exact_nbytes(own) == full
     exact = layout.exact_nbytes(shared)
     assert exact < full
@@ -281,7 +282,7 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
     # Announced as if every expert had its own: what is not needed is given back, and not asked for the next time. An
     # adapter that shares nothing, after one that did, gets what it needs.
     for tensors in (shared, shared, own, own, shared):
-        stage = vllm_hook.Stage(1, "one", config, manager, full, load_inplace=True)
+        stage = vllm_hook.Stage(1, "one", config, manager, None, load_inplace=True)
         stage.add_all(tensors)
         stage.commit()
         staged = vllm_hook._staged[1]
@@ -293,6 +294,38 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
         assert all(torch.equal(slots[name], wanted[name]) for name in wanted)
     assert sizes == [exact, exact, sizes[2], full, exact]
     assert sizes[2] <= exact  # what did not fit lies beside it
+
+
+def test_what_was_laid_out_for_one_engine_is_given_to_another_only_where_it_fits(hook):
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    first, _ = worker("gated")
+    stage = vllm_hook.Stage(
+        1, "one", config, first, vllm_hook._layout(first, config).nbytes(tensors), load_inplace=True
+    )
+    stage.add_all(tensors)
+    request = stage.commit()
+
+    def load(manager):
+        return vllm_hook._load_staged(None, manager, request)
+
+    same, layer = worker("gated")
+    expected = vllm_slots(same, layer, tensors, config, False, None)
+    for manager in (first, same, same):
+        slots = slots_of(manager, layer, load(manager))
+        assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    other_dtype, _ = worker("gated")
+    other_dtype.lora_config.lora_dtype = torch.float16
+    small_ranks, _ = worker("gated")
+    small_ranks.lora_config.max_lora_rank = 2
+    for manager, message in [
+        (other_dtype, r"laid out in torch.bfloat16 for another engine .*\(in torch.float16\); stage it again"),
+        (worker("gated", ep=(0, 2))[0], "for another engine"),
+        (worker("fused")[0], "modules that .*experts"),
+        (small_ranks, "greater than max_lora_rank"),
+    ]:
+        with pytest.raises(AdapterError, match=message):
+            load(manager)
 
 
 def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
