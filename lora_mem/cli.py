@@ -15,8 +15,20 @@ from lora_mem.layers import SizingError
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="The memory of LoRA adapters in vLLM.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from lora_mem import __version__
+
+        print(f"lora-mem {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """The memory of LoRA adapters in vLLM."""
 
 
@@ -39,7 +51,7 @@ MoeBackend = Annotated[
     str | None, typer.Option(help="What computes the experts: triton, mxfp4_marlin, ...; default by the checkpoint.")
 ]
 StrategyName = Annotated[str, typer.Option(help="keep, offload or stage: where an adapter is after a sync.")]
-Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs.")]
+Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs; --json has them always.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
 
 
@@ -232,8 +244,9 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 def _gpu(text: str) -> int:
     from lora_mem.planning import GPUS
 
-    if text in GPUS:
-        return GPUS[text]
+    for name, size in GPUS.items():
+        if text.casefold() == name.casefold():
+            return size
     try:
         return _gib("gpu", float(text))
     except ValueError:

@@ -313,7 +313,7 @@ def test_a_field_of_the_config_that_is_no_such_number(field: str, value: object,
 
 def test_a_source_that_is_none(tmp_path: Path) -> None:
     for source in (None, 5, [tmp_path]):
-        with pytest.raises(SizingError, match="source=.*must be the directory of an adapter, or a dict"):
+        with pytest.raises(SizingError, match="must be the directory of an adapter, or a dict"):
             read_adapter(source)  # type: ignore[arg-type]
     with pytest.raises(SizingError, match="is no path"):
         read_adapter("a" * 5000)

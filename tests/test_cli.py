@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lora_mem import __version__
+
 
 def lora_mem(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from lora_mem.cli import main; main()", *arguments]
@@ -41,6 +43,37 @@ def test_tables_fit_80_columns_with_each_figure_on_one_line() -> None:
         explained = lora_mem(*command, "--why")
         assert "gpu_resident" in explained.stdout
         assert "[" in explained.stdout
+
+
+def test_json_has_every_why() -> None:
+    command = ("size", "Qwen/Qwen3-8B", "--rank", "8", "--json")
+    plain, why = lora_mem(*command), lora_mem(*command, "--why")
+    assert plain.stdout == why.stdout
+    found = json.loads(why.stdout)["why"]
+    assert {line["name"] for line in found} >= {"packed_bytes", "slot_bytes"}
+    assert all(line["formula"] for line in found)
+    assert "--json has them always" in " ".join(lora_mem("size", "--help").stdout.replace("│", "").split())
+
+
+def test_a_gpu_is_named_in_any_case() -> None:
+    command = ("plan", "Qwen/Qwen3-8B", "--rank", "8", "--weights", "16", "--gpu")
+    upper, lower = lora_mem(*command, "A100-80GB"), lora_mem(*command, "a100-80gb")
+    assert upper.returncode == lower.returncode == 0
+    assert upper.stdout == lower.stdout
+    assert "one of A100-40GB" in lora_mem(*command, "a100").stderr
+
+
+def test_version() -> None:
+    done = lora_mem("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"lora-mem {__version__}\n", "")
+
+
+def test_a_config_file_that_cannot_be_read_is_one_plain_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text in (b"\xff\xfe\x00", b"[" * 100_000):
+        path.write_bytes(text)
+        done = lora_mem("size", str(path), "--rank", "8")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
 def test_phases_of_a_colocated_run() -> None:
