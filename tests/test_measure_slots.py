@@ -1,5 +1,6 @@
 """The script that measures a real engine's slots: every case has a config and a prediction before a GPU is asked."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -8,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "measure_slots.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "measure_slots.py"
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,23 @@ def test_gpus_are_counted(script: ModuleType) -> None:
     by_name = {case.name: case for case in script.CASES}
     assert by_name["tp2-qwen3-30b-ep"].gpus == 2
     assert by_name["phi-4"].gpus == 1
+
+
+def test_what_was_recorded_on_a_gpu_is_still_predicted(script: ModuleType) -> None:
+    rows = [
+        json.loads(line)
+        for path in sorted(ROOT.glob("reports/*/raw/slots*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    measured = [row for row in rows if "modules" in row]
+    assert len(measured) >= 19
+    fields = {field.name for field in dataclasses.fields(script.Case)}
+    for row in measured:
+        case = script.Case(**{name: value for name, value in row.items() if name in fields})
+        predicted, predicted_bytes = script.predict(case)
+        shapes = {
+            path: {name: buffer["shape"] for name, buffer in module["buffers"].items()}
+            for path, module in row["modules"].items()
+        }
+        assert predicted == shapes, case.name
+        assert predicted_bytes == row["allocated_bytes"], case.name
