@@ -102,6 +102,7 @@ class Options:
     moe_backend: str
     dtype: str
     lora_dtype: str
+    assumes: str  # what was chosen for the caller, and why; "" where nothing was
 
     @property
     def slot_key(self) -> tuple[object, ...]:
@@ -720,9 +721,10 @@ def check_options(
         enable_mixed_moe_lora_format=mixed,
         enable_moe_shared_loras=outer,
         lora_target_modules=_deployment(shape, lora_target_modules),
-        moe_backend=_moe_backend(shape, moe_backend),
+        moe_backend=_moe_backend(moe_backend),
         dtype=dtype,
         lora_dtype=dtype if lora_dtype == "auto" else lora_dtype,
+        assumes=_assumed_backend(shape) if moe_backend is None else "",
     )
     _check_targets(shape, options)
     _check_patterns_match(shape, options)
@@ -763,22 +765,22 @@ def check_pattern(name: str, value: object, check: Callable[[str, object], Value
     return tuple(entries)
 
 
-def _moe_backend(shape: ModelShape, given: str | None) -> str:
-    allowed = ", ".join(MOE_BACKENDS)
+def _moe_backend(given: str | None) -> str:
     if given is not None and given not in MOE_BACKENDS:
-        raise SizingError("moe_backend", given, f"must be one of {allowed}")
-    if given is None and shape.is_moe and shape.quantization not in KEEPS_SIZES:
-        own = [name for name in MOE_BACKENDS if name.startswith(f"{shape.quantization}_")]
-        example = f"{shape.quantization}_marlin" if f"{shape.quantization}_marlin" in own else "triton"
-        others = ", ".join(name for name in own or MOE_BACKENDS if name not in (example, "triton"))
-        raise SizingError(
-            "moe_backend",
-            given,
-            f"must be named: the experts of {shape.name} are in {shape.quantization}, and what computes them sets the"
-            f" sizes of their slots. Add --moe-backend {example} (in Python moe_backend={example!r}); others are"
-            f" {others}, and triton where they are served unquantized. vLLM's log names the one it takes",
-        )
+        raise SizingError("moe_backend", given, f"must be one of {', '.join(MOE_BACKENDS)}")
     return given or "triton"
+
+
+def _assumed_backend(shape: ModelShape) -> str:
+    """What it means that no backend was named, where the checkpoint's experts are quantized so that it matters."""
+    if not shape.is_moe or shape.quantization in KEEPS_SIZES:
+        return ""
+    own = [name for name in MOE_BACKENDS if name.startswith(f"{shape.quantization}_")]
+    others = ", ".join(own or [name for name in MOE_BACKENDS if name != "triton"])
+    return (
+        f"moe_backend=triton, which keeps the experts' sizes: {shape.name} has them in {shape.quantization}, and what"
+        f" computes these may need larger slots. Name the one that vLLM's log says it takes (--moe-backend): {others}"
+    )
 
 
 def slot_rank(rank: int, given: int | None = None) -> int:

@@ -99,6 +99,7 @@ def size(
         )
     except SizingError as error:
         _fail(error)
+    _say_assumed(result.assumes)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     elif phases:
@@ -173,6 +174,7 @@ def plan(
         )
     except SizingError as error:
         _fail(error)
+    _say_assumed(result.footprint.assumes)
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
     elif why:
@@ -182,6 +184,11 @@ def plan(
         rows = [(answer.question, answer.text(), answer.formula) for answer in result.answers]
         _print_table(f"{result.footprint.model}, rank {rank}: {verdict}", ("question", "answer", "formula"), rows)
     raise typer.Exit(0 if result.fits else 1)
+
+
+def _say_assumed(assumed: str) -> None:
+    if assumed:
+        typer.echo(f"lora-mem: assumed: {assumed}", err=True)
 
 
 def _options(

@@ -194,11 +194,18 @@ class Footprint:
     def __repr__(self) -> str:
         """Plain and stable: a table of the figures."""
         rows = [f"  {line.name:<20} {line.bytes:>20,}  {gib(line.bytes):>14}" for line in self.lines]
-        return "\n".join([f"Footprint of {self._title()}", *rows])
+        assumed = [f"  assumed: {self.assumes}"] if self.assumes else []
+        return "\n".join([f"Footprint of {self._title()}", *rows, *assumed])
 
     def _repr_html_(self) -> str:
         cells = [(line.name, f"{line.bytes:,}", gib(line.bytes), line.formula) for line in self.lines]
-        return html_table(self._title(), ("figure", "bytes", "GiB", "formula"), cells)
+        table = html_table(self._title(), ("figure", "bytes", "GiB", "formula"), cells)
+        return table + (f"<p>assumed: {html.escape(self.assumes)}</p>" if self.assumes else "")
+
+    @property
+    def assumes(self) -> str:
+        """What was chosen for the caller and why, where a figure depends on it; else ""."""
+        return self.options.assumes if self.options else ""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Footprint:

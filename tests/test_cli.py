@@ -1,7 +1,6 @@
 """The command line, as a user calls it."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,16 +86,17 @@ def test_phases_of_a_colocated_run() -> None:
     }
 
 
-def test_quantized_experts_need_the_backend_named() -> None:
+def test_what_is_assumed_of_quantized_experts_is_said() -> None:
     model = ("openai/gpt-oss-20b", "--rank", "16")
     for command in (("size", *model), ("plan", *model, "--gpu", "H200", "--weights", "13")):
-        bare = lora_mem(*command)
-        assert bare.returncode == 2
-        assert bare.stderr.startswith("lora-mem: moe_backend=None: must be named")
+        bare = lora_mem(*command, "--json")
+        assert bare.returncode == 0
+        assert bare.stderr.startswith("lora-mem: assumed: moe_backend=triton, which keeps the experts' sizes")
         assert bare.stderr.count("\n") == 1
-        backend = re.search(r"--moe-backend \w+", bare.stderr)
-        assert backend
-        assert lora_mem(*command, *backend.group().split()).returncode == 0
+        json.loads(bare.stdout)
+        named = lora_mem(*command, "--json", "--moe-backend", "mxfp4_marlin")
+        assert (named.returncode, named.stderr) == (0, "")
+        assert named.stdout != bare.stdout
 
 
 def test_every_option_arrives() -> None:

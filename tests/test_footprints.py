@@ -370,11 +370,18 @@ def test_a_moe_backend_that_rounds_sizes_up() -> None:
 
 def test_quantized_experts_whose_slots_depend_on_the_backend() -> None:
     mxfp4 = config(quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(SizingError, match="moe_backend=None: must be named: the experts of config are in mxfp4"):
-        footprint(mxfp4, rank=8)
-    assert footprint(mxfp4, rank=8, moe_backend="triton").slot_bytes == footprint(config(), rank=8).slot_bytes
-    with pytest.raises(SizingError, match="are in a_new_one"):
-        footprint(config(quantization_config={"quant_method": "a_new_one"}), rank=8)
+    plain = footprint(config(), rank=8)
+    assumed = footprint(mxfp4, rank=8)
+    assert "config has them in mxfp4" in assumed.assumes
+    assert assumed.assumes in repr(assumed)
+    assert "assumed: moe_backend=triton" in assumed._repr_html_()
+    assert assumed.to_dict()["options"]["assumes"] == assumed.assumes
+    named = footprint(mxfp4, rank=8, moe_backend="triton")
+    assert assumed.slot_bytes == named.slot_bytes == plain.slot_bytes
+    assert named.assumes == plain.assumes == ""
+    assert (
+        "has them in a_new_one" in footprint(config(quantization_config={"quant_method": "a_new_one"}), rank=8).assumes
+    )
     # What keeps sizes, and what has no experts, needs no name.
     assert footprint(config(quantization_config={"quant_method": "fp8"}), rank=8)
     dense = known_config("Qwen/Qwen3-8B") | {"quantization_config": {"quant_method": "mxfp4"}}
