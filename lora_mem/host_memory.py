@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import sys
@@ -131,9 +132,7 @@ class HostBlock:
         Raises:
             MemoryError: the block is used up; the message names both figures.
         """
-        elements = 1
-        for size in shape:
-            elements *= size
+        elements = math.prod(shape)
         nbytes = elements * dtype.itemsize
         if self.used + nbytes > self.nbytes:
             raise MemoryError(
@@ -155,10 +154,7 @@ class HostBlock:
 
     def extra(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor beside the block, page-locked where the block was to be."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        return HostBlock(elements * dtype.itemsize, pin=self._asked_to_pin).take(shape, dtype)
+        return HostBlock(math.prod(shape) * dtype.itemsize, pin=self._asked_to_pin).take(shape, dtype)
 
     def shrink(self) -> None:
         """Give the system back what was not handed out, in whole pages; the block is as large as what was, then."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import operator
 import tempfile
 import time
@@ -62,10 +63,7 @@ class Part:
 
     def nbytes(self, dtype: torch.dtype, *, shared: bool = False) -> int:
         """Bytes it takes in a block, with alignment; with `shared`, of one factor for all experts."""
-        elements = 1
-        for size in self.shape[1:] if shared else self.shape:
-            elements *= size
-        return aligned(elements * dtype.itemsize)
+        return aligned(math.prod(self.shape[1:] if shared else self.shape) * dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,9 +257,11 @@ class Layout:
 
     def exact_nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The same for tensors that come all at once: a factor that all experts share takes its place once."""
-        names, values = tuple(tensors), list(tensors.values())
-        shared = {group.part for group in self.plan(names).groups if self.is_shared(group, group.pick(values))}
-        return self.nbytes(names) - self.saved(shared)
+        values = list(tensors.values())
+        plan = self.plan(tuple(tensors))
+        parts = {group.part for group in plan.groups}.union(*(source.parts for _, source in plan.whole))
+        shared = {group.part for group in plan.groups if self.is_shared(group, group.pick(values))}
+        return sum(part.nbytes(self.served.dtype) for part in parts) - self.saved(shared)
 
     def saved(self, shared: Iterable[Part]) -> int:
         """Bytes that these parts take less where all experts share one factor."""
@@ -499,7 +499,7 @@ class Receiver:
                 self._put(part, members[0].detach().unsqueeze(0), scale)
                 return
             if alike or len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
-                self._put(part, members, scale, ours=True)
+                self._put(part, members, scale)
                 return
         place = self._place(part, part.shape)
         dtype = self.layout.served.dtype
@@ -514,17 +514,15 @@ class Receiver:
                 copied.to_host += value.nbytes
                 self._copies.also_wait_for(value.device)
 
-    def _put(
-        self, part: Part, value: torch.Tensor | tuple[torch.Tensor, ...], scale: float, *, ours: bool = False
-    ) -> None:
+    def _put(self, part: Part, value: torch.Tensor | tuple[torch.Tensor, ...], scale: float) -> None:
         """Copy a value, or a stack of values, to a part's place: cast, then scaled, as vLLM does it, for the same bits.
 
         Args:
             part: which.
             value: as received; several are stacked.
             scale: folded in.
-            ours: the stack is new memory, which may be written to.
         """
+        ours = isinstance(value, tuple)  # a stack is new memory, which may be written to
         place = self._place(part, part.shape if isinstance(value, tuple) else tuple(value.shape))
         if isinstance(value, tuple):
             with torch.no_grad():
