@@ -385,8 +385,8 @@ def footprint(
         lora_target_modules: vLLM's deployment-wide `target_modules`: slots for these only. It takes runtime names
             (`qkv_proj`), whole paths, or packed children (`q_proj`).
         moe_backend: what computes the routed experts. `triton` and `marlin` keep their sizes; the others round the
-            slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. To be named where the
-            checkpoint is quantized so that it matters; `triton` elsewhere.
+            slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. `triton` where it is
+            not given; `Footprint.assumes` says so where the checkpoint is quantized so that it matters.
         rank_pattern: PEFT's, by name or regular expression; each must match a module that the adapter has.
         scaling: alpha / rank (or by rsLoRA's rule) at `rank`, in place of `lora_alpha`. Where a module's scaling is 1
             nothing is folded into its B, so that vLLM keeps the staged B of dense modules as it is; where it is not

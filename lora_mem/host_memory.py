@@ -190,8 +190,8 @@ class HostBlock:
 class Arena:
     """The blocks that adapters lie in, and those that are kept for the next version.
 
-    Page-locking 6 GiB takes the better part of a second and giving it back as long, so a block whose adapter is gone is
-    used again for one of the same size. A block is free once none of its users is alive.
+    Page-locking 6 GiB takes a good part of a second, so a block whose adapter is gone is used again for one of the same
+    size. A block is free once none of its users is alive.
     """
 
     def __init__(self) -> None:
