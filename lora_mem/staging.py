@@ -358,6 +358,9 @@ class StagedAdapter:
         loaded_in: worker LoRA managers that have built it from this version.
         registered_in: worker LoRA managers that have built it from this or an earlier version.
         models: vLLM's models made of `parts` that are alive: until they are gone, the block cannot be used again.
+        fill: what has filled vLLM's slot while the parts arrived, until vLLM activates them; else None.
+        filled: how many of vLLM's modules it filled in.
+        why_not_filled: why none, or why not for long, or "".
     """
 
     lora_int_id: int
@@ -377,6 +380,9 @@ class StagedAdapter:
     loaded_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     registered_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    fill: Any = None
+    filled: int = 0
+    why_not_filled: str = "not asked for"
     _directory: tempfile.TemporaryDirectory[str] | None = None
 
     def config_directory(self) -> str:
@@ -391,6 +397,54 @@ class StagedAdapter:
         return [*self.tensors.values(), *self.parts.values()]
 
 
+class Filler:
+    """Takes the parts of a module together, as soon as all of them have come: a slot is filled while they arrive.
+
+    Parts are held until then: of one module, or of several whose parts together take `MOST_UNDER_WAY` bytes. Where
+    modules come more mixed up than that, the oldest one is given up.
+
+    Args:
+        expected: all parts of each module.
+
+    Attributes:
+        filled: the modules that `fill` made use of.
+    """
+
+    def __init__(self, expected: Mapping[str, Collection[Part]]) -> None:
+        self.filled: set[str] = set()
+        self._expected = {module: len(parts) for module, parts in expected.items()}
+        self._module_of = {part: module for module, parts in expected.items() for part in parts}
+        self._held: dict[str, dict[Part, torch.Tensor]] = {}
+        self._bytes = 0
+
+    def fill(self, module: str, parts: dict[Part, torch.Tensor]) -> bool:
+        """Make use of a module's parts, on the GPU or in the block, the scaling in them; returns whether it did."""
+        raise NotImplementedError
+
+    def take(self, part: Part, value: torch.Tensor) -> None:
+        """A part that has arrived as a whole."""
+        module = self._module_of.get(part)
+        if module is None:
+            return
+        held = self._held.setdefault(module, {})
+        held[part] = value
+        self._bytes += value.nbytes
+        if len(held) == self._expected[module]:
+            self._let_go(module)
+            if self.fill(module, held):
+                self.filled.add(module)
+        while self._bytes > MOST_UNDER_WAY and len(self._held) > 1:
+            self._let_go(next(iter(self._held)))
+
+    def clear(self) -> None:
+        """Let go of what is held."""
+        self._held.clear()
+        self._bytes = 0
+
+    def _let_go(self, module: str) -> None:
+        self._bytes -= sum(value.nbytes for value in self._held.pop(module).values())
+
+
 class Receiver:
     """Brings tensors to their places in a block of host memory.
 
@@ -398,6 +452,7 @@ class Receiver:
         layout: where each tensor goes.
         block: exactly as large as the parts that will arrive.
         announced: bytes that may arrive, where they are more than the block has; the rest lies beside it.
+        filler: is given each part that arrives as a whole.
 
     Attributes:
         parts: what has its place so far.
@@ -406,10 +461,11 @@ class Receiver:
         fused: whether one tensor held the factors of all experts of a layer.
     """
 
-    def __init__(self, layout: Layout, block: HostBlock, announced: int = 0) -> None:
+    def __init__(self, layout: Layout, block: HostBlock, announced: int = 0, filler: Filler | None = None) -> None:
         self.layout = layout
         self.block = block
         self.announced = announced
+        self.filler = filler
         self._extra = 0
         self.parts: dict[Part, torch.Tensor] = {}
         self.received: set[str] = set()
@@ -465,11 +521,15 @@ class Receiver:
             AdapterError: a factor or an expert is missing.
         """
         self._copies.finish()
+        if self.filler is not None:
+            self.filler.clear()
         self.layout.check_complete(self.received)
 
     def abort(self) -> None:
         """Drop what has arrived; the block may be used again."""
         self._copies.finish()
+        if self.filler is not None:
+            self.filler.clear()
         self.parts.clear()
         self.received.clear()
         self.block.clear()
@@ -542,11 +602,17 @@ class Receiver:
             if scale != 1.0:
                 own.mul_(scale)
             self._copies.start(own, place)
+            self._arrived(part, own)
             return
         if value is not place:
             place.copy_(value)
         if scale != 1.0:
             place.mul_(scale)
+        self._arrived(part, place)
+
+    def _arrived(self, part: Part, value: torch.Tensor) -> None:
+        if self.filler is not None:
+            self.filler.take(part, value)
 
     def _place(self, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
         place = self.parts.get(part)

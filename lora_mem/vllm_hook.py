@@ -7,17 +7,20 @@ it is first needed, so that vLLM's plugin loader can import this module for noth
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import gc
 import importlib
+import inspect
 import json
 import logging
 import os
 import re
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
@@ -29,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from lora_mem import checking, offload
 from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
 from lora_mem.host_memory import Arena, HostBlock, copied, view_key
-from lora_mem.staging import Layout, Receiver, StagedAdapter
+from lora_mem.staging import Filler, Layout, Part, Receiver, StagedAdapter
 from lora_mem.targets import targeted
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ old request, used again, would run the new weights on the old blocks.
 
 _MANAGERS = ("WorkerLoRAManager", "LRUCacheWorkerLoRAManager")
 _METHODS = ("_load_adapter", "add_adapter", "create_lora_manager")
-_PACKING = "_create_merged_loras_inplace"
+_PACKING, _ACTIVATING = "_create_merged_loras_inplace", "activate_adapter"
 
 # Fields of a PEFT config that decide where an adapter's tensors go, and how many such layouts are remembered: each
 # holds what was read from every tensor's name.
@@ -74,6 +77,8 @@ _offloads: dict[int, offload.Moved] = {}
 _layouts: weakref.WeakKeyDictionary[Any, dict[str, Layout]] = weakref.WeakKeyDictionary()
 # Weak: a stage that its owner has lost must not block its id.
 _open: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
+# By vLLM's adapter manager and the adapter's id; a stage, and then the adapter, keep theirs alive.
+_fills: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[int, SlotFill]] = weakref.WeakKeyDictionary()
 # Every model that was made here and is alive: vLLM tells adapters apart by id only, and an id can change hands.
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -124,8 +129,6 @@ def install(strategy: Strategy = "stage") -> None:
         if original is not None and not _is_ours(original):
             _originals[cls.__name__, method] = original
             setattr(cls, method, _WRAPPERS[method](original))
-    if _recorders:
-        _wrap_parts()
     _managers.update(_started_before(classes))
 
 
@@ -182,6 +185,8 @@ class AdapterStatus:
         unpinned_because: why not, where they lie in a block; else "".
         predicted: bytes that the calculator said it takes laid out, before it came; None where it did not.
         not_predicted_because: why not: whole adapters are sized by their tensors, and not every model is known.
+        filled: modules that were in vLLM's slot before its activation (`fill_slot`).
+        why_not_filled: why the activation had to copy, or "".
         loaded: whether vLLM has this version registered.
         offload: what the last offload did, or None.
     """
@@ -197,6 +202,8 @@ class AdapterStatus:
     unpinned_because: str
     predicted: int | None
     not_predicted_because: str
+    filled: int
+    why_not_filled: str
     loaded: bool
     offload: offload.Moved | None
 
@@ -265,6 +272,8 @@ def status() -> HookStatus:
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
                 predicted=stage.predicted,
                 not_predicted_because=stage.not_predicted_because,
+                filled=stage.filled,
+                why_not_filled=stage.why_not_filled,
                 loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
@@ -285,6 +294,7 @@ def stage_adapter(
     *,
     load_inplace: bool = False,
     check_finite: bool = False,
+    fill_slot: bool = False,
 ) -> LoRARequest:
     """Stage an adapter from memory; give the returned request to `LLM.generate` or `add_lora`.
 
@@ -302,6 +312,7 @@ def stage_adapter(
         load_inplace: replace the adapter that has this id; vLLM loads it once, when the returned request is first used.
             Until then requests that run go on with the version that is loaded.
         check_finite: refuse NaN and Inf, and what the cast to the slots' dtype would make Inf; reads every value.
+        fill_slot: as for `open_stage`; of no effect where vLLM has to pack the adapter.
 
     Raises:
         AdapterError: the adapter is refused and nothing has changed, neither vLLM's state nor what was staged. Tells
@@ -326,11 +337,15 @@ def stage_adapter(
         why_not = f"the strategy is {_strategy!r}"
     if not why_not and manager is not None:
         try:
-            nbytes = _layout(manager, config).exact_nbytes(own)
+            layout = _layout(manager, config)
+            nbytes = layout.exact_nbytes(own)
         except AdapterError as error:
             why_not = str(error)
         else:
-            with Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace) as stage:
+            how: dict[str, Any] = {"load_inplace": load_inplace}
+            if fill_slot:
+                how |= {"fill_slot": True, "parts": layout.parts_of(own)}
+            with Stage(lora_int_id, name, config, manager, nbytes, **how) as stage:
                 stage.add_all(own)
                 return stage.commit()
     _check_not_less(lora_int_id, config, frozenset(own), laid_out=False)
@@ -355,6 +370,7 @@ def open_stage(
     nbytes: int | None = None,
     load_inplace: bool = False,
     generations: int = 2,
+    fill_slot: bool = False,
 ) -> Stage:
     """Receive an adapter tensor by tensor or chunk by chunk, straight into host memory laid out as vLLM packs it.
 
@@ -376,6 +392,12 @@ def open_stage(
         generations: 2 receives the new version while the old one is registered, in a second block of host memory. 1
             takes one block only: the old version is dropped first, here and in vLLM, so that until `commit` there is no
             adapter of this id, and none if the stage is aborted.
+        fill_slot: put each module into vLLM's slot as soon as all of it has come, so that the activation, which
+            else copies the whole adapter back over the link, has nothing left to copy. Into a free slot, or else into
+            that of the adapter's last version, which leaves it meanwhile and stays registered: a step that asks for it
+            finds it put back, as does whoever aborts, and the activation copies as ever. For an engine that runs no
+            step in another thread while chunks arrive. Takes at most one module's factors more of the GPU; modules
+            whose tensors do not come close together are left to the activation. `status()` says what became of it.
 
     Raises:
         AdapterError: the id, the name or the config is refused, another stage of this id is open, or no engine of this
@@ -393,7 +415,10 @@ def open_stage(
         raise AdapterError(f"nbytes is {nbytes!r}; it must be a positive integer, or None to go by target_modules")
     if generations not in (1, 2) or isinstance(generations, bool):
         raise AdapterError(f"generations is {generations!r}; it must be 1 or 2")
-    return Stage(lora_int_id, name, config, manager, nbytes, load_inplace=load_inplace, generations=generations)
+    if not isinstance(fill_slot, bool):
+        raise AdapterError(f"fill_slot is {fill_slot!r}; it must be True or False")
+    how: dict[str, Any] = {"load_inplace": load_inplace, "generations": generations, "fill_slot": fill_slot}
+    return Stage(lora_int_id, name, config, manager, nbytes, **how)
 
 
 def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) -> int:
@@ -444,6 +469,8 @@ class Stage:
         *,
         load_inplace: bool,
         generations: int = 2,
+        fill_slot: bool = False,
+        parts: frozenset[Part] = frozenset(),
     ) -> None:
         if lora_int_id in _open:
             raise AdapterError(f"a stage of adapter {lora_int_id} is open already; commit or leave it first")
@@ -477,9 +504,23 @@ class Stage:
         if old is not None:
             del old
             _forget(lora_int_id)
-        self._receiver: Receiver | None = Receiver(self._layout, self._block, self._announced)
+        by_config = self._layout.announced_parts if self._by_config else frozenset()
+        self._fill = self._open_fill(parts or by_config) if fill_slot else None
+        self._receiver: Receiver | None = Receiver(self._layout, self._block, self._announced, self._fill)
         self._failed = ""
         _open[lora_int_id] = self
+
+    def _open_fill(self, parts: frozenset[Part]) -> SlotFill | None:
+        if not parts:
+            self._adapter.why_not_filled = "by nbytes alone nobody knows which parts will come"
+            return None
+        try:
+            fill = SlotFill(self._manager, self.lora_int_id, int(self._adapter.config["r"]), parts)
+        except _NoSlot as error:
+            self._adapter.why_not_filled = str(error)
+            return None
+        self._adapter.why_not_filled = ""
+        return fill
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """One tensor, by its PEFT name; see `add_all`, which is faster for many."""
@@ -547,6 +588,7 @@ class Stage:
         adapter.parts = receiver.parts
         adapter.block = self._block
         adapter.from_device = receiver.from_device
+        self._close_fill(receiver.parts.keys())
         _keep(self._block, adapter.models)
         adapter.models.add(adapter)
         self._receiver = None
@@ -561,6 +603,24 @@ class Stage:
         self._receiver = None
         _keep(self._block, weakref.WeakSet())
         del _open[self.lora_int_id], self._adapter, self._block
+        if self._fill is not None:
+            self._fill.abort()
+            self._fill = None
+
+    def _close_fill(self, parts: Collection[Part]) -> None:
+        """Leave the filled slot to the adapter's activation."""
+        fill, adapter = self._fill, self._adapter
+        if fill is None:
+            return
+        fill.wait()
+        if fill.parts != parts:
+            fill.give_up("other parts came than were announced")
+        elif not fill.filled:
+            fill.give_up("the tensors of no module came close together")
+        adapter.filled, adapter.why_not_filled = 0, fill.given_up_because
+        if not fill.given_up_because:
+            adapter.fill, adapter.filled = fill, len(fill.filled)
+        self._fill = None
 
     def __enter__(self) -> Stage:
         """The stage."""
@@ -833,6 +893,7 @@ class WorkerExtension:
         adapter_config: Any,
         name: str | None = None,
         load_inplace: bool = False,
+        fill_slot: bool = False,
     ) -> LoRARequest:
         """`stage_adapter` in this worker; the hook is installed if it is not.
 
@@ -845,7 +906,8 @@ class WorkerExtension:
             from safetensors.torch import load
 
             tensors = load(tensors)
-        return stage_adapter(lora_int_id, tensors, adapter_config, name, load_inplace=load_inplace)
+        how = {"load_inplace": load_inplace, "fill_slot": fill_slot}
+        return stage_adapter(lora_int_id, tensors, adapter_config, name, **how)
 
     def lora_mem_drop_adapter(self, lora_int_id: int) -> bool:
         """`drop_adapter` in this worker."""
@@ -930,18 +992,40 @@ def _wrap_packing(original: Callable[..., None]) -> Callable[..., None]:
         # vLLM looks for each factor of each expert by name, 18,432 of them in Qwen3-30B-A3B, which takes 13 ms of every
         # rebuild; a module that is packed already has none.
         every = adapter_manager.packed_modules
-        adapter_manager.packed_modules = {name: every[name] for name in every if name not in lora_model.loras}
-        try:
-            with _recorded("pack"):
-                return original(adapter_manager, lora_model)
-        finally:
-            adapter_manager.packed_modules = every
+        unpacked = {name: every[name] for name in every if name not in lora_model.loras}
+        with _narrowed(adapter_manager, packed_modules=unpacked), _recorded("pack"):
+            return original(adapter_manager, lora_model)
 
     return _mark(_create_merged_loras_inplace)
 
 
-_WRAPPERS = {
+def _wrap_activate(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def activate_adapter(adapter_manager: Any, lora_id: int) -> bool:
+        if _inactive_because or lora_id in adapter_manager._active_adapters:
+            return original(adapter_manager, lora_id)
+        if not _recorders:
+            return _activate(original, adapter_manager, lora_id)
+        with _recorded("activate"), _CopiesToDevice():
+            return _activate(original, adapter_manager, lora_id)
+
+    return _mark(activate_adapter)
+
+
+@contextmanager
+def _narrowed(adapter_manager: Any, **attributes: Any) -> Iterator[None]:
+    """Show vLLM a part of its own tables for the time of one call."""
+    own = {name: getattr(adapter_manager, name) for name in attributes}
+    vars(adapter_manager).update(attributes)
+    try:
+        yield
+    finally:
+        vars(adapter_manager).update(own)
+
+
+_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     _PACKING: _wrap_packing,
+    _ACTIVATING: _wrap_activate,
     "_load_adapter": _wrap_load_adapter,
     "add_adapter": _wrap_add_adapter,
     "create_lora_manager": _wrap_create_lora_manager,
@@ -1151,15 +1235,17 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
     return result.host_pinned_bytes // lora_config.max_loras, ""
 
 
-def _model_of_parts(manager: Any, stage: StagedAdapter, request: LoRARequest, helper: PEFTHelper) -> LoRAModel:
-    """A model of vLLM's own classes whose tensors are the parts: already packed, scaled and page-locked."""
+def _model_of_parts(
+    manager: Any, parts: Mapping[Part, torch.Tensor], lora_int_id: int, rank: int, *, is_3d: bool
+) -> LoRAModel:
+    """A model of vLLM's own classes whose tensors are the parts: scaled, and the experts already packed."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
     served = served_model(manager)
     modules: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
     spread: set[str] = set()
-    for part, tensor in stage.parts.items():
+    for part, tensor in parts.items():
         modules.setdefault(part.module, {})[part.projection, part.is_a] = tensor
         if tuple(tensor.shape) != part.shape:
             spread.add(part.module)
@@ -1177,15 +1263,14 @@ def _model_of_parts(manager: Any, stage: StagedAdapter, request: LoRARequest, he
             b_list.append(factors[own, False])
             # In the fused layout gate and up share one A.
             a_list.append(factors.get((own, True), factors[0, True]))
-        rank = a_list[0].shape[-2]
+        own_rank = a_list[0].shape[-2]
         if module in spread:
             experts = served.local_experts[module]
             a_list = _Spread(a_list, [experts] * count, manager.device)
             b_list = _Spread(b_list, [experts] * count, manager.device)
-        loras[module] = PackedLoRALayerWeights(module, rank, [rank] * count, a_list, b_list, [1.0] * count)
-    model = LoRAModel(request.lora_int_id, helper.r, loras, is_3d_lora_weight=request.is_3d_lora_weight)
-    stage.models.add(model)
-    return model
+        ranks: list[int | None] = [own_rank] * count
+        loras[module] = PackedLoRALayerWeights(module, own_rank, ranks, a_list, b_list, [1.0] * count)
+    return LoRAModel(lora_int_id, rank, loras, is_3d_lora_weight=is_3d)
 
 
 class _Spread(list[torch.Tensor]):
@@ -1219,7 +1304,9 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
     if stage.parts:
         if manager not in stage.fits:
             _check_fits(manager, stage)
-        return _made_here(_model_of_parts(manager, stage, request, _peft_helper(stage.config)), stage)
+        rank = _peft_helper(stage.config).r
+        is_3d = request.is_3d_lora_weight
+        return _made_here(_model_of_parts(manager, stage.parts, stage.lora_int_id, rank, is_3d=is_3d), stage)
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
     had_own = "_lora_model_cls" in vars(manager)
@@ -1233,6 +1320,180 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
         else:
             del manager._lora_model_cls
     return _made_here(model, stage)
+
+
+class SlotFill(Filler):
+    """One of vLLM's slots, filled while an adapter arrives: its activation then has nothing left to copy.
+
+    The slot is nobody's meanwhile. Where vLLM puts an adapter into it, perhaps the last version back because a step
+    asked for it, the filling is given up, and the activation copies from host memory as ever.
+
+    Args:
+        manager: the worker's.
+        lora_int_id: of the adapter.
+        rank: of its config.
+        parts: those that it is to have.
+
+    Attributes:
+        slot: its index.
+        taken_from_last: whether the last version had to leave it.
+        given_up_because: why the slot does not hold what was filled in, or "".
+
+    Raises:
+        _NoSlot: there is none to be had.
+    """
+
+    def __init__(self, manager: Any, lora_int_id: int, rank: int, parts: frozenset[Part]) -> None:
+        adapters = manager._adapter_manager
+        super().__init__(_parts_by_layer(manager, parts))
+        self.lora_int_id = lora_int_id
+        self.parts = parts
+        self.given_up_because = ""
+        self._rank = rank
+        self._manager = weakref.ref(manager)
+        self._streams: set[Any] = set()
+        self._memory = _allocations(adapters)
+        if self._asleep():
+            raise _NoSlot("vLLM is asleep, and so are its slots")
+        fills = _fills.setdefault(adapters, weakref.WeakValueDictionary())
+        fills.pop(lora_int_id, None)
+        claimed = {fill.slot for fill in fills.values()}
+        free = [slot for slot, other in enumerate(adapters.lora_index_to_id) if other is None and slot not in claimed]
+        self.taken_from_last = not free
+        if self.taken_from_last:
+            if lora_int_id not in adapters._active_adapters:
+                raise _NoSlot("no slot is free, and no version of this adapter is in one")
+            if lora_int_id in adapters._active_adapters.pinned_items:
+                raise _NoSlot("no slot is free, and the last version of this adapter is pinned to its own")
+            free = [adapters.lora_index_to_id.index(lora_int_id)]
+            adapters.deactivate_adapter(lora_int_id)
+        self.slot: int = free[0]
+        fills[lora_int_id] = self
+        if manager.device.type == "cuda":
+            torch.cuda.synchronize(manager.device)  # a step that reads the slot may be under way on another stream
+
+    def fill(self, module: str, parts: dict[Part, torch.Tensor]) -> bool:
+        """Have vLLM pack a module and put it into the slot, as it does at a load."""
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+        manager = self._manager()
+        if manager is None or self.given_up_because:
+            return False
+        if self._asleep():
+            self.give_up("vLLM went to sleep")
+            return False
+        adapters = manager._adapter_manager
+        model = _model_of_parts(manager, parts, self.lora_int_id, self._rank, is_3d=False)
+        layer = {module: adapters.modules[module]}
+        packed = {} if module in model.loras else {module: adapters.packed_modules[module]}
+        with gpu_sync_allowed():
+            with _narrowed(adapters, modules=layer, packed_modules=packed):
+                # Not the wrapped method: a profile's "pack" is a load's.
+                inspect.unwrap(type(adapters)._create_merged_loras_inplace)(adapters, model)
+            lora = model.loras[module]
+            layer[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
+        if manager.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(manager.device))
+        return True
+
+    def wait(self) -> None:
+        """Until what was filled in is in the slot."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+
+    def give_up(self, because: str) -> None:
+        """The slot does not hold the adapter, or not any more."""
+        self.given_up_because = self.given_up_because or because
+        self.wait()
+
+    def abort(self) -> None:
+        """The adapter does not come: give the slot back to the last version, where it had it."""
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+        self.give_up("aborted")
+        manager = self._manager()
+        if manager is None or not self.taken_from_last or self._asleep():
+            return
+        adapters = manager._adapter_manager
+        registered = self.lora_int_id in adapters.list_adapters()
+        if registered and self.lora_int_id not in adapters._active_adapters and None in adapters.lora_index_to_id:
+            with gpu_sync_allowed():
+                adapters.activate_adapter(self.lora_int_id)
+
+    def _asleep(self) -> bool:
+        return any(one.is_asleep for one in self._memory)
+
+
+class _NoSlot(Exception):
+    """Why an adapter's slot is not filled while it arrives."""
+
+
+def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """Parts by the LoRA layer of vLLM that they end up in; without those that are no layer's by this name."""
+    adapters = manager._adapter_manager
+    experts = served_model(manager).projections  # whose parts have their layer's name already
+    layer_of = {name: name for name in adapters.modules}
+    for name, children in adapters.packed_modules.items():
+        if name not in experts:
+            layer_of.update(dict.fromkeys(children, name))
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.module in layer_of:
+            found.setdefault(layer_of[part.module], []).append(part)
+    return found
+
+
+def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
+    """vLLM's activation, of what the adapter's slot does not hold yet."""
+    fills = _fills.get(adapters)
+    if not fills:
+        return original(adapters, lora_id)
+    slots, left = adapters.lora_index_to_id, adapters.modules
+    others: list[int] = []
+    stage, fill = _staged.get(lora_id), fills.get(lora_id)
+    if stage is not None and stage.fill is fill and adapters.list_adapters().get(lora_id) in stage.models:
+        stage.fill = None
+        if fill is not None and fill.given_up_because:
+            stage.filled, stage.why_not_filled = 0, fill.given_up_because
+        elif fill is not None:
+            del fills[lora_id]
+            left = {name: layer for name, layer in left.items() if name not in fill.filled}
+            others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
+    for other_fill in fills.values():
+        other_fill.wait()  # it may write into the slot that vLLM takes now
+    try:
+        for slot in others:
+            slots[slot] = 0  # no adapter's id, so that vLLM takes ours for the first free one
+        with _narrowed(adapters, modules=left):
+            activated = original(adapters, lora_id)
+    except BaseException:
+        for other_fill in fills.values():
+            other_fill.give_up(f"the activation of adapter {lora_id} failed")
+        raise
+    finally:
+        for slot in others:
+            slots[slot] = None
+    for other_fill in fills.values():
+        if other_fill.slot == slots.index(lora_id):
+            other_fill.give_up(f"vLLM put adapter {lora_id} into the slot meanwhile")
+    return activated
+
+
+def _allocations(adapters: Any) -> list[Any]:
+    """Those of vLLM's sleep mode in which the slots lie; none where it is not in use."""
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
+    if allocator is None or not allocator.pointer_to_data:
+        return []
+    starts = sorted(allocator.pointer_to_data)
+    found = {}
+    for layer in adapters.modules.values():
+        for tensor in slot_buffers(layer).values():
+            index = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+            if index >= 0:
+                found[starts[index]] = allocator.pointer_to_data[starts[index]]
+    return list(found.values())
 
 
 def _check_fits(manager: Any, stage: StagedAdapter) -> None:
@@ -1719,9 +1980,13 @@ def _manager_classes() -> tuple[type, ...]:
 
 
 def _wrappable() -> list[tuple[type, str]]:
-    """Classes and their methods that are wrapped where they define them; the last only saves time."""
-    packing = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
-    return [(cls, method) for cls in _manager_classes() for method in _METHODS] + [(packing, _PACKING)]
+    """Classes and their methods that are wrapped where they define them; the last two only save time.
+
+    `LRUCacheLoRAModelManager.activate_adapter` calls `super()`.
+    """
+    adapters = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
+    wrapped = [(cls, method) for cls in _manager_classes() for method in _METHODS]
+    return [*wrapped, (adapters, _PACKING), (adapters, _ACTIVATING)]
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -1760,47 +2025,9 @@ def recorded(recorder: Recorder) -> Iterator[None]:
     """
     _recorders.append(recorder)
     try:
-        if not _inactive_because:
-            _wrap_parts()
         yield
     finally:
         _recorders.remove(recorder)
-        if not _recorders:
-            _unwrap_parts()
-
-
-_parts: dict[str, Callable[..., Any]] = {}
-
-
-def _wrap_parts() -> None:
-    """Wrap what a step calls too, only while someone records. `LRUCacheLoRAModelManager` calls `super()` in it."""
-    from vllm.lora.model_manager import LoRAModelManager
-
-    if _parts:
-        return
-    _parts["activate_adapter"] = vars(LoRAModelManager)["activate_adapter"]
-    LoRAModelManager.activate_adapter = _wrap_activate(_parts["activate_adapter"])
-
-
-def _unwrap_parts() -> None:
-    if not _parts:
-        return
-    from vllm.lora.model_manager import LoRAModelManager
-
-    for method, original in _parts.items():
-        setattr(LoRAModelManager, method, original)
-    _parts.clear()
-
-
-def _wrap_activate(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def activate_adapter(adapter_manager: Any, lora_id: int) -> bool:
-        if lora_id in adapter_manager._active_adapters:
-            return original(adapter_manager, lora_id)
-        with _recorded("activate"), _CopiesToDevice():
-            return original(adapter_manager, lora_id)
-
-    return activate_adapter
 
 
 class _CopiesToDevice(TorchFunctionMode):

