@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +22,12 @@ from lora_mem.progress import progress
 from lora_mem.results import Bench, Held, Sync
 from lora_mem.shapes import known_models
 
-STRATEGIES: tuple[vllm_hook.Strategy, ...] = ("keep", "offload", "stage")
+Way = Literal["keep", "offload", "stage", "fill"]
+"""A strategy of the hook's; "fill" is "stage" with `fill_slot`."""
+
+WAYS: tuple[Way, ...] = ("keep", "offload", "stage", "fill")
+
+_STREAMED: tuple[Way, ...] = ("stage", "fill")
 
 _LINK_BYTES = 2**31
 """Bytes of the copies that the link's rate is taken from: enough for its full rate."""
@@ -65,7 +71,7 @@ def run(
     *,
     model: str,
     rank: int = 64,
-    strategies: tuple[vllm_hook.Strategy, ...] = STRATEGIES,
+    strategies: tuple[Way, ...] = WAYS,
     syncs: int = 2,
     repeats: int = 0,
     say: Callable[[str], None] = lambda text: None,
@@ -97,7 +103,7 @@ def run_in(
     *,
     model: str,
     rank: int,
-    strategies: tuple[vllm_hook.Strategy, ...] = STRATEGIES,
+    strategies: tuple[Way, ...] = WAYS,
     syncs: int = 2,
     repeats: int = 0,
     generate: bool = True,
@@ -112,7 +118,7 @@ def run_in(
         rank: of the adapter.
         strategies: to compare. One that the GPU has no room for is left out; `Bench.skipped` says why.
         syncs: versions of the adapter, one after the other; 2 or more.
-        repeats: that many more syncs by "stage", to see that nothing grows.
+        repeats: that many more syncs by "stage" or "fill", in turn where both are compared, to see that nothing grows.
         generate: compare tokens too; without it slots only, for an engine that can load adapters but not run here.
         say: told what is going on.
     """
@@ -133,32 +139,34 @@ def run_in(
     vllm_hook.trim()
     with _timed() as reserving:
         vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)
-    if strategies[0] != "stage":
+    if strategies[0] not in _STREAMED:
         vllm_hook.trim()  # not to be counted as held by the others
     link, slot_copy = _link(packed_bytes, device)
     found: list[Sync] = []
     held: list[Held] = []
     skipped: dict[str, str] = {}
     streamed = 0.0
-    steps = progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * ("stage" in strategies))
+    streaming = [way for way in strategies if way in _STREAMED]
+    steps = progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * bool(streaming))
     for strategy in strategies:
         if no_room := _no_room(strategy, packed_bytes):
             say(f"rank {rank}: {strategy} left out: {no_room}")
             skipped[strategy] = no_room
             continue
-        vllm_hook.install(strategy)
-        if strategy == "stage":
+        vllm_hook.install("stage" if strategy == "fill" else strategy)
+        if strategy in streaming:
             # Ahead of the first sync, as a trainer does at its start.
             vllm_hook.reserve(transport.adapter_config, wait=True)
-            streamed = _streamed(transport, packed_bytes)
+            streamed = streamed or _streamed(transport, packed_bytes)
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
             found.append(_sync(llm, manager, strategy, number, transport, transport_alone, generate))
             steps.update()
-        if strategy == "stage" and repeats:
+        if repeats and [strategy] == streaming[-1:]:
             say(f"rank {rank}: {repeats} more syncs")
             for number in range(repeats):
-                held.append(_repeat(llm, transport, syncs + 1 + number))
+                way = streaming[number % len(streaming)]
+                held.append(_repeat(llm, transport, syncs + 1 + number, way == "fill"))
                 steps.update()
         vllm_hook.drop_adapter(1)
         vllm_hook.drop_adapter(2)
@@ -191,9 +199,9 @@ def _check_syncs(syncs: int) -> None:
         raise ValueError(f"syncs is {syncs}; it must be 2 or more: the first one pays for what is reserved once")
 
 
-def _no_room(strategy: vllm_hook.Strategy, packed_bytes: int) -> str:
+def _no_room(strategy: Way, packed_bytes: int) -> str:
     """Why a strategy does not fit the GPU now, or ""."""
-    if strategy == "stage" or not torch.cuda.is_available():
+    if strategy in _STREAMED or not torch.cuda.is_available():
         return ""
     free, _ = torch.cuda.mem_get_info()
     # Staged and packed, 1/16 of both and 1 GiB for what torch's allocator loses between blocks and for generating.
@@ -249,10 +257,43 @@ class Transport:
         return elapsed()
 
 
+class BucketTransport(Transport):
+    """One that works on the device before each layer, and brings it as views of one bucket: as a trainer that gathers.
+
+    Args:
+        manager: of the engine, as for the others.
+        rank: of the adapter.
+        device: where.
+        work: seconds that the device works for a layer; 0 where it is the host.
+    """
+
+    def __init__(self, manager: Any, rank: int, device: torch.device, work: float) -> None:
+        super().__init__(manager, rank, device)
+        self._square = torch.ones(4096 if work else 1, 4096 if work else 1, dtype=torch.bfloat16, device=device)
+        self._products = 0
+        if work:
+            _ = self._square @ self._square
+            with _timed() as elapsed:
+                for _ in range(20):
+                    _ = self._square @ self._square
+            self._products = max(1, round(work / (elapsed() / 20)))
+
+    def chunks(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
+        """One layer's tensors after the other."""
+        generator = torch.Generator(device=self.device).manual_seed(version)
+        for shapes in self.shapes.values():
+            for _ in range(self._products):
+                _ = self._square @ self._square
+            sizes = [math.prod(shape) for shape in shapes.values()]
+            bucket = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
+            views = bucket.normal_(0, 0.02, generator=generator).split(sizes)
+            yield {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views, strict=True)}
+
+
 def _sync(
     llm: Any,
     manager: Any,
-    strategy: vllm_hook.Strategy,
+    strategy: Way,
     number: int,
     transport: Transport,
     transport_alone: float,
@@ -271,8 +312,9 @@ def _sync(
 
     receiving = waited = transporting = 0.0
     with watched() as memory, _timed() as elapsed:
-        if strategy == "stage":
-            with vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
+        if strategy in _STREAMED:
+            how: dict[str, Any] = {"load_inplace": True, "fill_slot": strategy == "fill"}
+            with vllm_hook.open_stage(1, transport.adapter_config, **how) as stage:
                 chunks = transport.chunks(number)
                 while True:
                     began = time.perf_counter()
@@ -323,7 +365,7 @@ def _sync(
         adding=adding,
         offloading=marks.get("offloaded", 0.0) - marks.get("added", 0.0) if "offloaded" in marks else 0.0,
         rebuilding=rebuild,
-        python=(receiving - waited) / transport.tensors * 1e6 if strategy == "stage" else 0.0,
+        python=(receiving - waited) / transport.tensors * 1e6 if strategy in _STREAMED else 0.0,
         peak=peak,
         left=after[0] - rest[0],
         left_reserved=after[1] - rest[1],
@@ -343,6 +385,8 @@ def stream(
     transport: Transport,
     version: int,
     phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+    *,
+    fill_slot: bool = False,
 ) -> Any:
     """One sync by "stage", chunk by chunk, under id 1; returns vLLM's request.
 
@@ -351,8 +395,10 @@ def stream(
         transport: makes the tensors.
         version: of the adapter.
         phase: entered with "stage", in it with "transport" and "receive" for each chunk and "wait", e.g. a profiler's.
+        fill_slot: as for `open_stage`.
     """
-    with phase("stage"), vllm_hook.open_stage(1, transport.adapter_config, load_inplace=True) as stage:
+    how: dict[str, Any] = {"load_inplace": True, "fill_slot": fill_slot}
+    with phase("stage"), vllm_hook.open_stage(1, transport.adapter_config, **how) as stage:
         chunks = transport.chunks(version)
         while True:
             with phase("transport"):
@@ -369,8 +415,8 @@ def stream(
     return request
 
 
-def _repeat(llm: Any, transport: Transport, version: int) -> Held:
-    stream(llm, transport, version)
+def _repeat(llm: Any, transport: Transport, version: int, fill_slot: bool) -> Held:
+    stream(llm, transport, version, fill_slot=fill_slot)
     vllm_hook.release_device_memory()
     return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
 

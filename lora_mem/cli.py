@@ -273,18 +273,18 @@ def bench(
     ] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Cut the model to so many layers.")] = None,
     rank: Rank = 64,
-    strategy: Annotated[str, typer.Option(help="keep, offload, stage, or all.")] = "all",
+    strategy: Annotated[str, typer.Option(help="keep, offload, stage, fill (stage with fill_slot), or all.")] = "all",
     syncs: Annotated[int, typer.Option(help="Versions of the adapter, 2 or more.")] = 2,
-    repeats: Annotated[int, typer.Option(help="So many more syncs by stage, to see that nothing grows.")] = 0,
+    repeats: Annotated[int, typer.Option(help="So many more syncs by stage and fill, to see that nothing grows.")] = 0,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's; room must be left for two adapters.")] = 0.62,
     as_json: AsJson = False,
 ) -> None:
     """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes."""
-    from lora_mem.bench import STRATEGIES, engine_config, run
+    from lora_mem.bench import WAYS, engine_config, run
     from lora_mem.progress import say
 
-    if strategy not in (*STRATEGIES, "all"):
-        _fail(SizingError("strategy", strategy, f"must be one of {', '.join(STRATEGIES)}, all"))
+    if strategy not in (*WAYS, "all"):
+        _fail(SizingError("strategy", strategy, f"must be one of {', '.join(WAYS)}, all"))
     if not 1 <= rank <= 512:
         _fail(SizingError("rank", rank, "must be 1 to 512, the largest that vLLM takes"))
     if syncs < 2:
@@ -297,7 +297,7 @@ def bench(
         config,
         model=model,
         rank=rank,
-        strategies=tuple(name for name in STRATEGIES if strategy in (name, "all")),
+        strategies=tuple(way for way in WAYS if strategy in (way, "all")),
         syncs=syncs,
         repeats=repeats,
         say=say,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PHASE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 PARTS = ("activate", "pack", "build", "offload", "stage", "load", "rebuild")  # one colour each in all figures
 
-STRATEGY_COLOURS = {"keep": "#ee6677", "offload": "#ccbb44", "stage": "#4477aa"}
+STRATEGY_COLOURS = {"keep": "#ee6677", "offload": "#ccbb44", "stage": "#4477aa", "fill": "#228833"}
 COLOURS = {"slots": "#4477aa", "packed": "#ee6677", "registered": "#ee6677", "staged": "#ccbb44", "adapters": "#ee6677"}
 
 

@@ -13,12 +13,12 @@ class Sync:
     """One sync of a new version of the adapter.
 
     Attributes:
-        strategy: how.
+        strategy: how; "fill" is "stage" with `fill_slot`.
         number: from 1; the first of a strategy pays for what is reserved once.
         seconds: from the first tensor made to the adapter active in its slot, transport included.
         transport: of it, what the transport alone takes (measured by itself).
         transporting: of it, what the transport took in this sync, its work on the device not waited for.
-        receiving: of it, taking the tensors (for "stage" at the same time as the transport).
+        receiving: of it, taking the tensors ("stage" and "fill": in turn with the transport).
         adding: of it, vLLM's `add_lora`: pack, register, slots, and for "offload" the offload.
         offloading: of it, the offload.
         rebuilding: seconds of `add_lora` after an eviction from slots and host cache.
@@ -87,7 +87,7 @@ class Bench:
         streamed: bytes a second from an adapter that is on the device to its place on the host, by "stage".
         slot_copy: seconds of one copy of `packed_bytes` from page-locked memory to the device.
         syncs: all.
-        repeats: what is held after each of many more syncs by "stage", if asked for.
+        repeats: what is held after each of many more syncs by "stage" and "fill", if asked for.
         skipped: strategies that were not run, and why.
     """
 

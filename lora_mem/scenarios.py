@@ -508,6 +508,7 @@ class Round:
     slots_equal: bool
     left_allocated: int
     left_reserved: int
+    filled: int = 0
 
 
 def memory_against_directory(
@@ -517,6 +518,7 @@ def memory_against_directory(
     *,
     rounds: int = 3,
     strategy: vllm_hook.Strategy = "stage",
+    fill_slot: bool = False,
 ) -> list[Round]:
     """Load adapters from directories, then the same ones from memory in turn, so that each evicts the one before.
 
@@ -526,6 +528,7 @@ def memory_against_directory(
         adapters: tensors and config of each.
         rounds: how often each is loaded from memory; every time after the first is a rebuild.
         strategy: for `install`.
+        fill_slot: stage each adapter anew before each load, into the free slot.
     """
     from vllm.lora.request import LoRARequest
 
@@ -543,10 +546,15 @@ def memory_against_directory(
     requests = [
         vllm_hook.stage_adapter(1 + number, tensors, config) for number, (tensors, config) in enumerate(adapters)
     ]
-    adapters.clear()  # the stage is the only holder now
+    if not fill_slot:
+        adapters.clear()  # the stage is the only holder now
     results = []
     for _ in range(rounds):
         for number, request in enumerate(requests):
+            if fill_slot:
+                for other in range(len(requests)):
+                    vllm_hook.drop_adapter(1 + other)
+                request = vllm_hook.stage_adapter(1 + number, *adapters[number], fill_slot=True)
             tokens, logprobs = generate(llm, request)
             slots = slot_digests(manager)
             vllm_hook.release_device_memory()
@@ -559,6 +567,7 @@ def memory_against_directory(
                     slots == expected[number][2],
                     after[0] - before[0],
                     after[1] - before[1],
+                    next(one.filled for one in vllm_hook.status().adapters if one.lora_int_id == 1 + number),
                 )
             )
     for number in range(len(requests)):

@@ -108,38 +108,42 @@ def _ranks(
 
 
 def trace(save: Save, tiny: bool) -> None:
-    """One streamed sync of 4 layers of Qwen3-30B-A3B's geometry: a trace with its phases, and a memory snapshot.
+    """One streamed sync of 8 layers of Qwen3-30B-A3B's geometry: a trace with its phases, and a memory snapshot.
 
-    In files of their own beside the JSON, where they are small enough to be committed.
+    Each layer comes as views of a bucket, after as much work of the device as copying a layer to the host takes. Trace
+    and snapshot are files of their own beside the JSON, where they are small enough to be committed.
     """
     import torch
 
     import lora_mem
     from lora_mem import bench, scenarios, vllm_hook
 
-    config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4)
+    config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4 if tiny else 8)
     rank = 16 if tiny else 64
+    cuda = torch.cuda.is_available()
     say("starting vLLM")
-    llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if torch.cuda.is_available() else {}))
+    llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if cuda else {}))
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
-    transport = bench.Transport(manager, rank, manager.device)
+    transport = bench.BucketTransport(manager, rank, manager.device, work=0.0025 if cuda else 0.0)
     vllm_hook.reserve(transport.adapter_config, wait=True)
     for number in (1, 2):  # names are read once, and Triton compiles once
         scenarios.generate(llm, bench.stream(llm, transport, number))
-    vllm_hook.release_device_memory()
     found: dict[str, Any] = {}
     # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
+    trace_only = {"trace_ops": False, "synchronize": False}
     options = {
-        "trace": {"trace": "trace.json.gz", "trace_ops": False, "synchronize": False},
+        "trace": {"trace": "trace.json.gz", **trace_only},
+        "trace_fill": {"trace": "trace_fill.json.gz", **trace_only},
         "snapshot": {"snapshot": "snapshot.pickle", "sample_every": 0.001},
     }
     for number, (kind, option) in enumerate(options.items(), 3):
         say(f"one sync with a {kind}")
+        vllm_hook.release_device_memory()
         with lora_mem.profile(**option) as profiler:
-            bench.stream(llm, transport, number, profiler.phase)
+            bench.stream(llm, transport, number, profiler.phase, fill_slot=kind == "trace_fill")
         found[kind] = profiler.result.to_dict()
-        path = Path(str(option[kind]))
+        path = Path(str(option.get("trace") or option["snapshot"]))
         if path.exists():
             found[f"{kind}_file"] = _small(path)
         save(found)

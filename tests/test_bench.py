@@ -24,7 +24,11 @@ def test_all_strategies_in_one_run(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(scenarios.TINY_DENSE))
     done = subprocess.run(
-        [sys.executable, "-m", "lora_mem", "bench", "--model", config, "--rank", "8", "--layers", "2", "--json"],
+        [
+            sys.executable,
+            *["-m", "lora_mem", "bench", "--rank", "8", "--layers", "2", "--repeats", "4", "--json", "--model"],
+            config,
+        ],
         capture_output=True,
         text=True,
         timeout=300,
@@ -35,8 +39,9 @@ def test_all_strategies_in_one_run(tmp_path):
     assert found["tokens_equal"]
     assert found["slots_equal"]
     assert found["skipped"] == {}
-    assert {sync["strategy"] for sync in found["syncs"]} == {"keep", "offload", "stage"}
-    assert len(found["syncs"]) == 6
+    assert {sync["strategy"] for sync in found["syncs"]} == {"keep", "offload", "stage", "fill"}
+    assert len(found["syncs"]) == 8
+    assert len(found["repeats"]) == 4
     assert found["predicted"]["packed_bytes"] == found["packed_bytes"]
     assert found["predicted"]["slot_bytes"] == found["slot_bytes"]
     assert all(sync["seconds"] > 0 and sync["rebuilding"] > 0 for sync in found["syncs"])

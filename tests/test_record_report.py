@@ -64,6 +64,7 @@ def test_a_trace_with_its_phases(folder):
     assert phases.count("transport") == phases.count("receive") + 1 == 5  # four layers, and the end
     assert {"wait", "load", "activate"} <= set(phases)
     assert [phase.name for phase in read_trace(folder / "raw" / "trace.json.gz")] == ["total", *phases]
+    assert [phase["name"] for phase in found["trace_fill"]["phases"]] == phases
     assert "/" not in json.dumps(found["trace"]["trace"])
 
 

@@ -109,18 +109,24 @@ def against_directory(
         expert_tensors = sum(scenarios.is_expert(name.split(".lora_")[0]) for name in adapters[0][0])
         layers = sorted({type(layer).__name__ for layer in manager._adapter_manager.modules.values()})
         rounds = {}
-        for strategy in ("stage", "offload"):
+        for name, how in WAYS.items():
             copies = [(dict(tensors), config) for tensors, config in adapters]
-            rounds[strategy] = [
-                asdict(one)
-                for one in scenarios.memory_against_directory(llm, f"{directory}/{strategy}", copies, strategy=strategy)
-            ]
+            found = scenarios.memory_against_directory(llm, f"{directory}/{name}", copies, **how)
+            rounds[name] = [asdict(one) for one in found]
+            copies.clear()
     return {
         "rounds": rounds,
         "expert_tensors": expert_tensors,
         "layers": layers,
         "max_allocated": torch.cuda.max_memory_allocated(),
     }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "stage": {"strategy": "stage"},
+    "offload": {"strategy": "offload"},
+    "fill": {"strategy": "stage", "fill_slot": True, "rounds": 1},
+}
 
 
 def everything(module: str) -> bool:
@@ -167,7 +173,7 @@ def profiles() -> dict[str, Any]:
         vllm_hook.install()
         transport = bench.Transport(scenarios.only_manager(), rank, torch.device("cuda"))
         found: dict[str, Any] = {"packed_bytes": vllm_hook.reserve(transport.adapter_config)}
-        for strategy in bench.STRATEGIES:
+        for strategy in ("keep", "offload", "stage"):
             vllm_hook.install(strategy)
             for number in range(2):  # the first one warms up
                 vllm_hook.drop_adapter(1)
@@ -187,6 +193,24 @@ def profiles() -> dict[str, Any]:
                     llm.llm_engine.add_lora(request)
             found[strategy] = profiler.result.to_dict() | {"trace_bytes": trace.stat().st_size}
             vllm_hook.drop_adapter(1)
+    return found
+
+
+def overlap() -> dict[str, Any]:
+    """A streamed sync of eight layers that come as views of buckets, each after work of the device: its trace."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = scenarios.QWEN3_30B_A3B | {"num_hidden_layers": 8}
+        llm = bench.start(config, max_rank=64, gpu_memory_utilization=0.3)
+        vllm_hook.install()
+        manager = scenarios.only_manager()
+        transport = bench.BucketTransport(manager, 64, manager.device, work=0.0025)
+        vllm_hook.reserve(transport.adapter_config, wait=True)
+        found: dict[str, Any] = {}
+        for number, fill_slot in enumerate((False, True, False, True)):  # the first two warm up
+            trace = Path(directory, f"{number}.json.gz")
+            with lora_mem.profile(trace=trace, trace_ops=False, synchronize=False) as profiler:
+                bench.stream(llm, transport, number, profiler.phase, fill_slot=fill_slot)
+            found["fill" if fill_slot else "stage"] = profiler.result.to_dict()
     return found
 
 
@@ -228,6 +252,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "qwen3_30b_a3b": qwen3_30b_a3b,
     "bench_30b": bench_30b,
     "profiles": profiles,
+    "overlap": overlap,
 }
 
 

@@ -58,10 +58,10 @@ def test_slots_and_tokens_equal_those_of_a_directory(small_cases, case):
     result = small_cases[case].result()
     assert LAYER_OF[case] in result["layers"]
     assert result["expert_tensors"] > 0
-    assert set(result["rounds"]) == {"stage", "offload"}
-    for rounds in result["rounds"].values():
-        assert len(rounds) == 6
+    assert {name: len(rounds) for name, rounds in result["rounds"].items()} == {"stage": 6, "offload": 6, "fill": 2}
+    for name, rounds in result["rounds"].items():
         for one in rounds:
+            assert (one["filled"] > 0) == (name == "fill"), one
             assert one["slots_equal"], one
             assert one["tokens_equal"], one
             assert one["logprobs_equal"], one
@@ -79,27 +79,30 @@ def test_predicted_equals_measured_where_the_tensors_are():
 def test_the_bench_at_full_size():
     found = run("bench_30b")
     assert found["tokens_equal"]
+    assert found["slots_equal"]
     assert found["tensors"] == 36864
     assert found["packed_bytes"] == found["predicted"]["packed_bytes"] == PACKED
     assert found["slot_bytes"] == found["predicted"]["slot_bytes"]
     syncs = {
-        name: [sync for sync in found["syncs"] if sync["strategy"] == name] for name in ("keep", "offload", "stage")
+        name: [sync for sync in found["syncs"] if sync["strategy"] == name]
+        for name in ("keep", "offload", "stage", "fill")
     }
-    for first, later in zip(syncs["stage"], syncs["stage"][1:], strict=False):
-        assert first["left"] <= 0
-        assert first["left_reserved"] <= 0
-        assert later["left"] <= 0
-        assert later["left_reserved"] <= 0
-    assert all(sync["peak"] <= 3 * LAYER for sync in syncs["stage"])  # the chunk plus two layers
-    assert all(sync["pinned"] <= 2 * PACKED * 1.01 for sync in syncs["stage"])  # two generations
+    for name in ("stage", "fill"):
+        for sync in syncs[name]:
+            assert sync["left"] <= 0, sync
+            assert sync["left_reserved"] <= 0, sync
+            assert sync["peak"] <= 3 * LAYER, sync  # the chunk plus two layers
+            assert sync["pinned"] <= 2 * PACKED * 1.01, sync  # two generations
+            assert sync["rebuilding"] <= found["slot_copy"] + 0.01 * sync["number"], sync
+            if sync["number"] > 1:
+                assert sync["python"] <= 3, sync  # microseconds a tensor
+                # Beyond the transport, once every name has been read; by "stage" the slot copy comes on top.
+                limit = 0.15 + (found["slot_copy"] if name == "stage" else 0)
+                assert sync["seconds"] - sync["transport"] <= limit, sync
+        for number in range(2):
+            assert syncs[name][number]["seconds"] < syncs["keep"][number]["seconds"]
+            assert syncs[name][number]["seconds"] < syncs["offload"][number]["seconds"]
     assert found["streamed"] >= 0.9 * found["link"]
-    # More than the transport alone, once every name has been read.
-    assert syncs["stage"][1]["seconds"] - syncs["stage"][1]["transport"] <= 0.15
-    assert syncs["stage"][1]["python"] <= 3  # microseconds a tensor
-    for number in range(2):
-        assert syncs["stage"][number]["seconds"] < syncs["keep"][number]["seconds"]
-        assert syncs["stage"][number]["seconds"] < syncs["offload"][number]["seconds"]
-        assert syncs["stage"][number]["rebuilding"] <= found["slot_copy"] + 0.01
     after_the_second = found["repeats"][1:]
     for name in ("allocated", "reserved", "pinned", "pinned_by_torch"):
         assert len({held[name] for held in after_the_second}) == 1, name
@@ -161,3 +164,17 @@ def test_a_profile_agrees_with_the_device_s_own_trace():
     # The copies run while the next layer is made and stacked.
     streamed = phases["stage"]["stage"]["traced"]
     assert streamed["overlapped"] > 0.02 * streamed["to_host_seconds"]
+
+
+def test_copies_to_the_host_overlap_the_next_chunk_s_work():
+    found = run("overlap")
+    for name in ("stage", "fill"):
+        phases = found[name]["phases"]
+        counts = [sum(phase["name"] == wanted for phase in phases) for wanted in ("stage", "transport", "receive")]
+        assert counts == [1, 9, 8]
+        traced = next(phase["traced"] for phase in phases if phase["name"] == "stage")
+        assert traced["to_host"] == 8 * LAYER
+        # Nearly all of it: the work is as long as a layer's copy, and only the last layer has no next one.
+        assert traced["overlapped"] > 0.6 * traced["to_host_seconds"], traced
+        activate = next(phase for phase in phases if phase["name"] == "activate")
+        assert activate["to_device"] == (0 if name == "fill" else 8 * LAYER)
