@@ -269,7 +269,8 @@ class BucketTransport(Transport):
 
     def __init__(self, manager: Any, rank: int, device: torch.device, work: float) -> None:
         super().__init__(manager, rank, device)
-        self._square = torch.ones(4096 if work else 1, 4096 if work else 1, dtype=torch.bfloat16, device=device)
+        side = 8192 if work else 1  # 1.6 ms on an H200
+        self._square = torch.ones(side, side, dtype=torch.bfloat16, device=device)
         self._products = 0
         if work:
             _ = self._square @ self._square

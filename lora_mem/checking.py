@@ -46,6 +46,9 @@ class TensorName:
     is_full: bool = False
 
 
+_EVERYTHING = slice(None)
+
+
 @dataclass(frozen=True)
 class ServedModule:
     """Where one module of an adapter goes, and what its factors must look like.
@@ -69,9 +72,9 @@ class ServedModule:
     stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     rank_multiple: int = 1
     packed_in: str = ""
-    projections: tuple[tuple[int, slice], ...] = ((0, slice(None)),)
+    projections: tuple[tuple[int, slice], ...] = ((0, _EVERYTHING),)
     expert: int | None = None
-    local: slice = field(default_factory=lambda: slice(None))
+    local: slice = field(default_factory=lambda: _EVERYTHING)  # one object for all
 
 
 @dataclass(frozen=True)

@@ -1864,6 +1864,7 @@ def _expert_layouts(adapters: Any, name: str, layer: Any) -> list[dict[str, Serv
         return [fused]
     # vLLM lists them expert by expert: w1 (gate), w2 (down), and w3 (up) where the MoE is gated.
     kinds = [up, down] if adapters._is_non_gated_moe else [up, down, up]
+    projections = [((projection, everything),) for projection in range(len(kinds))]
     split = {}
     for index, child in enumerate(children):
         expert, projection = divmod(index, len(kinds))
@@ -1871,7 +1872,7 @@ def _expert_layouts(adapters: Any, name: str, layer: Any) -> list[dict[str, Serv
             *kinds[projection],
             rank_multiple=multiple,
             packed_in=name,
-            projections=((projection, everything),),
+            projections=projections[projection],
             expert=expert - local.start if local.start <= expert < local.stop else -1,
         )
     return [split, fused] if adapters._enable_mixed_moe_lora_format else [split]

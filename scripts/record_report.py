@@ -110,8 +110,8 @@ def _ranks(
 def trace(save: Save, tiny: bool) -> None:
     """One streamed sync of 8 layers of Qwen3-30B-A3B's geometry: a trace with its phases, and a memory snapshot.
 
-    Each layer comes as views of a bucket, after as much work of the device as copying a layer to the host takes. Trace
-    and snapshot are files of their own beside the JSON, where they are small enough to be committed.
+    Each layer comes as views of a bucket, after more work of the device than the host needs for a layer, so that the
+    host is ahead. Trace and snapshot are files of their own beside the JSON, where they are small enough to commit.
     """
     import torch
 
@@ -125,7 +125,7 @@ def trace(save: Save, tiny: bool) -> None:
     llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if cuda else {}))
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
-    transport = bench.BucketTransport(manager, rank, manager.device, work=0.0025 if cuda else 0.0)
+    transport = bench.BucketTransport(manager, rank, manager.device, work=0.02 if cuda else 0.0)
     vllm_hook.reserve(transport.adapter_config, wait=True)
     for number in (1, 2):  # names are read once, and Triton compiles once
         scenarios.generate(llm, bench.stream(llm, transport, number))

@@ -5,6 +5,7 @@ vLLM's real classes are driven without an engine: its `LoRAModelManager` packs, 
 
 from __future__ import annotations
 
+import gc
 import random
 from types import SimpleNamespace
 
@@ -244,6 +245,19 @@ def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, con
     for name in filled:
         wanted = expected[name] if receiver.filler.filled else torch.zeros_like(filled[name])
         assert torch.equal(filled[name], wanted), name
+
+
+def test_what_is_remembered_of_a_name_costs_a_garbage_collection_little(monkeypatch):
+    monkeypatch.setitem(globals(), "EXPERTS", 256)
+    manager, _ = worker("gated")
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    layout = layout_for(manager, {"r": RANK, "lora_alpha": 8, "target_modules": []})
+    gc.collect()
+    before = len(gc.get_objects())
+    layout.plan(tuple(tensors))
+    gc.collect()  # a tuple of numbers and strings is not looked at again after the first one
+    assert len(layout.sources) == len(tensors) == 1536
+    assert len(gc.get_objects()) - before < 1.1 * len(tensors)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
