@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -1374,6 +1373,7 @@ class SlotFill(Filler):
 
     def fill(self, module: str, parts: dict[Part, torch.Tensor]) -> bool:
         """Have vLLM pack a module and put it into the slot, as it does at a load."""
+        from vllm.lora.lora_weights import PackedLoRALayerWeights
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
         manager = self._manager()
@@ -1383,15 +1383,12 @@ class SlotFill(Filler):
             self.give_up("vLLM went to sleep")
             return False
         adapters = manager._adapter_manager
-        model = _model_of_parts(manager, parts, self.lora_int_id, self._rank, is_3d=False)
-        layer = {module: adapters.modules[module]}
-        packed = {} if module in model.loras else {module: adapters.packed_modules[module]}
+        loras = _model_of_parts(manager, parts, self.lora_int_id, self._rank, is_3d=False).loras
+        lora = loras.get(module)
+        if lora is None:  # q, k and v, or gate and up, which vLLM registers together
+            lora = PackedLoRALayerWeights.pack([loras.get(child) for child in adapters.packed_modules[module]])
         with gpu_sync_allowed():
-            with _narrowed(adapters, modules=layer, packed_modules=packed):
-                # Not the wrapped method: a profile's "pack" is a load's.
-                inspect.unwrap(type(adapters)._create_merged_loras_inplace)(adapters, model)
-            lora = model.loras[module]
-            layer[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
+            adapters.modules[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
         if manager.device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(manager.device))
         return True
