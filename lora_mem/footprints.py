@@ -46,7 +46,7 @@ HOLDERS = ("packed", "staged", "slots")
 
 BLOCK_ALIGNMENT = 256
 """Bytes. Each tensor in a block of `stage` starts at a multiple of it."""
-MOST_UNDER_WAY = 128 * 1024**2
+MOST_UNDER_WAY = 160 * 1024**2
 """Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host."""
 
 
@@ -417,7 +417,7 @@ def footprint(
         - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in, the caller's own tensors
           left out for stage, which copies them.
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
-            on the host). stage: slots + what may be under way: 128 MiB and the largest packed tensor, or the whole
+            on the host). stage: slots + what may be under way: 160 MiB and the largest packed tensor, or the whole
             adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
             vLLM lets an adapter that is replaced go before it packs the new one; the host holds both while the new one
             is received.

@@ -135,6 +135,7 @@ class Layout:
         scales: of a part that is stacked from several tensors, or None where they differ.
         member_scales: of each of these tensors, by its place.
         checked: the names of the last adapter that was found complete.
+        checked_plans: the plans of its chunks, which share no name; none where its chunks were not all remembered.
         plans: of the chunks seen so far, by their names in order.
         announced: bytes of the adapter that the config announces, once worked out.
         announced_modules: the modules that it announces.
@@ -153,6 +154,7 @@ class Layout:
     scales: dict[Part, float | None] = field(default_factory=dict)
     member_scales: dict[Part, dict[int, float]] = field(default_factory=dict)
     checked: frozenset[str] = frozenset()
+    checked_plans: frozenset[Plan] = frozenset()
     plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
     announced: int = 0
     announced_modules: frozenset[str] = frozenset()
@@ -234,19 +236,25 @@ class Layout:
         )
         return Plan(frozenset(taken), tuple(whole), groups)
 
-    def check_complete(self, received: Iterable[str]) -> None:
+    def check_complete(self, received: Iterable[str], plans: Collection[Plan] = ()) -> None:
         """Refuse an adapter of these tensors where a factor or an expert is missing.
+
+        Args:
+            received: their names.
+            plans: of the chunks that they came in.
 
         Raises:
             AdapterError: see `check_adapter`.
         """
         if self.checked == received:
+            self.checked_plans = frozenset(plans)
             return
         complete = frozenset(received)
         shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name]) is not None}
         names = {name: self.read[name] for name in shapes}
         check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
         self.checked = complete
+        self.checked_plans = frozenset(plans)
 
     def knows(self, names: Iterable[str]) -> bool:
         """Whether these are the names of the last adapter that was found complete."""
@@ -467,7 +475,7 @@ class Receiver:
 
     Attributes:
         parts: what has its place so far.
-        received: names that have been taken.
+        plans: of the chunks that have been taken.
         from_device: whether any of it came from a GPU.
         fused: whether one tensor held the factors of all experts of a layer.
     """
@@ -479,7 +487,8 @@ class Receiver:
         self.filler = filler
         self._extra = 0
         self.parts: dict[Part, torch.Tensor] = {}
-        self.received: set[str] = set()
+        self.plans: set[Plan] = set()
+        self._received: set[str] | None = None  # names; not kept while chunks are those of the last complete adapter
         self.from_device = False
         self.fused = False
         self._copies = _DeviceCopies()
@@ -496,29 +505,46 @@ class Receiver:
         """
         names, values = tuple(tensors), list(tensors.values())
         plan = self.layout.plan(names)
-        if not self.received.isdisjoint(plan.taken):
+        known = self._received is None and plan in self.layout.checked_plans and plan not in self.plans
+        if not known and not self.received.isdisjoint(plan.taken):
             twice = next(name for name in names if name in self.received)
             raise AdapterError(f"{twice} came twice")
-        # One set for each property: 36,864 tensors leave no time for a look at each of them from Python.
-        if not _PLAIN.issuperset(map(type, values)):
-            _refuse(plan, names, values)
-        dtypes, devices = set(map(_DTYPE, values)), set(map(_DEVICE, values))
-        fit = (
-            set(map(_LAYOUT, values)) <= {torch.strided}
-            and all(dtype in CASTABLE for dtype in dtypes)
-            and all(device.type in HAVE_DATA for device in devices)
-            and all(values[position].shape == source.shape for position, source in plan.whole)
-        )
+        # One set for a property: 36,864 tensors leave no time for a look at each of them from Python.
+        dtypes = set(map(_DTYPE, values)) if _PLAIN.issuperset(map(type, values)) else set()
+        alike = len(dtypes) == 1
         chosen = [(group, group.pick(values)) for group in plan.groups]
-        if not fit or any(set(map(_SHAPE, members)) != {group.shape} for group, members in chosen):
+        fit = (
+            all(dtype in CASTABLE for dtype in dtypes)
+            and (bool(dtypes) or not values)
+            and all(_fits([values[position]], source.shape) for position, source in plan.whole)
+            # Of those that are stacked the first is enough: `torch.stack` takes what is like it, and nothing else.
+            and all(
+                _fits(members[:1] if self._stacks(group, alike) else members, group.shape) for group, members in chosen
+            )
+        )
+        if not fit:
             _refuse(plan, names, values)
-        self.received |= plan.taken
-        self.from_device |= any(device.type != "cpu" for device in devices)
+        self.plans.add(plan)
+        if not known:
+            self.received.update(plan.taken)
         for position, source in plan.whole:
             self._take_whole(values[position].detach(), source)
-        alike = len(dtypes) == len(devices) == 1
         for group, members in chosen:
-            self._take_members(group, members, alike)
+            try:
+                self._take_members(group, members, self._stacks(group, alike))
+            except (RuntimeError, TypeError):
+                if not _fits(members, group.shape):
+                    _refuse(plan, names, values)
+                if len(set(map(_DEVICE, members))) == 1:
+                    raise
+                self._take_one_by_one(group, members)
+
+    @property
+    def received(self) -> set[str]:
+        """Names that have been taken."""
+        if self._received is None:
+            self._received = set().union(*(plan.taken for plan in self.plans))
+        return self._received
 
     @property
     def waited(self) -> float:
@@ -534,7 +560,8 @@ class Receiver:
         self._copies.finish()
         if self.filler is not None:
             self.filler.clear()
-        self.layout.check_complete(self.received)
+        if self._received is not None or not self.plans or self.plans != self.layout.checked_plans:
+            self.layout.check_complete(self.received, self.plans)
 
     def abort(self) -> None:
         """Drop what has arrived; the block may be used again."""
@@ -542,7 +569,8 @@ class Receiver:
         if self.filler is not None:
             self.filler.clear()
         self.parts.clear()
-        self.received.clear()
+        self.plans.clear()
+        self._received = None
         self.block.clear()
 
     def _take_whole(self, tensor: torch.Tensor, source: Source) -> None:
@@ -561,17 +589,24 @@ class Receiver:
                 value = tensor[source.local]
             self._put(part, value, source.scale)
 
-    def _take_members(self, group: Group, members: tuple[torch.Tensor, ...], alike: bool) -> None:
-        """Experts of one projection, all of them at once or some; `alike` where they have one dtype and device."""
+    def _stacks(self, group: Group, alike: bool) -> bool:
+        """Whether the tensors of a group, of one dtype if `alike`, are stacked as they are."""
+        return alike and group.complete and group.part not in self.parts and self.layout.scales[group.part] is not None
+
+    def _take_members(self, group: Group, members: tuple[torch.Tensor, ...], stacks: bool) -> None:
+        """Experts of one projection: all of them, which are stacked where they can be, or some."""
         part = group.part
         scale = self.layout.scales[part]
-        if group.complete and scale is not None and part not in self.parts:
-            if self.layout.is_shared(group, members):
-                self._put(part, members[0].detach().unsqueeze(0), scale)
-                return
-            if alike or len({(tensor.dtype, tensor.device) for tensor in members}) == 1:
-                self._put(part, members, scale)
-                return
+        if scale is not None and part not in self.parts and self.layout.is_shared(group, members):
+            self._put(part, members[0].detach().unsqueeze(0), scale)
+        elif stacks and scale is not None:
+            self._put_stack(part, members, scale)
+        else:
+            self._take_one_by_one(group, members)
+
+    def _take_one_by_one(self, group: Group, members: tuple[torch.Tensor, ...]) -> None:
+        part = group.part
+        scale = self.layout.scales[part]
         place = self._place(part, part.shape)
         dtype = self.layout.served.dtype
         for member, tensor in zip(group.members, members, strict=True):
@@ -582,44 +617,45 @@ class Receiver:
             # On the current stream: whatever it does to the tensor afterwards comes after the copy.
             place[member].copy_(value, non_blocking=True)
             if value.is_cuda:
+                self.from_device = True
                 copied.to_host += value.nbytes
                 self._copies.also_wait_for(value.device)
 
-    def _put(self, part: Part, value: torch.Tensor | tuple[torch.Tensor, ...], scale: float) -> None:
-        """Copy a value, or a stack of values, to a part's place: cast, then scaled, as vLLM does it, for the same bits.
-
-        Args:
-            part: which.
-            value: as received; several are stacked.
-            scale: folded in.
-        """
-        ours = isinstance(value, tuple)  # a stack is new memory, which may be written to
-        place = self._place(part, part.shape if isinstance(value, tuple) else tuple(value.shape))
-        if isinstance(value, tuple):
-            with torch.no_grad():
-                if value[0].is_cuda:
-                    value = torch.stack(value)
-                elif value[0].dtype == place.dtype:
-                    torch.stack(value, out=place)
-                    value = place
-                else:
-                    for member, tensor in enumerate(value):
-                        place[member].copy_(tensor)
-                    value = place
-        if value.is_cuda:
-            own = value
-            if not ours or value.dtype != place.dtype:
-                own = torch.empty(value.shape, dtype=place.dtype, device=value.device).copy_(value)
+    def _put_stack(self, part: Part, members: tuple[torch.Tensor, ...], scale: float) -> None:
+        """Copy a stack of tensors to a part's place, as `_put`; on the host it is made there."""
+        place = self._place(part, part.shape)
+        with torch.no_grad():
+            if members[0].is_cuda:
+                stack = torch.stack(members)  # new memory, which may be written to
+                self._scale_and_copy(part, stack if stack.dtype == place.dtype else stack.to(place.dtype), scale)
+                return
+            if members[0].dtype == place.dtype:
+                torch.stack(members, out=place)
+            else:
+                place.copy_(torch.stack(members))
             if scale != 1.0:
-                own.mul_(scale)
-            self._copies.start(own, place)
-            self._arrived(part, own)
+                place.mul_(scale)
+        self._arrived(part, place)
+
+    def _put(self, part: Part, value: torch.Tensor, scale: float) -> None:
+        """Copy a value to a part's place: cast, then scaled, as vLLM does it, for the same bits."""
+        place = self._place(part, tuple(value.shape))
+        if value.is_cuda:
+            own = torch.empty(value.shape, dtype=place.dtype, device=value.device).copy_(value)
+            self._scale_and_copy(part, own, scale)
             return
-        if value is not place:
-            place.copy_(value)
+        place.copy_(value)
         if scale != 1.0:
             place.mul_(scale)
         self._arrived(part, place)
+
+    def _scale_and_copy(self, part: Part, own: torch.Tensor, scale: float) -> None:
+        """Scale device memory of our own in place, and start its copy to the part's place."""
+        self.from_device = True
+        if scale != 1.0:
+            own.mul_(scale)
+        self._copies.start(own, self.parts[part])
+        self._arrived(part, own)
 
     def _arrived(self, part: Part, value: torch.Tensor) -> None:
         if self.filler is not None:
@@ -697,6 +733,15 @@ class _DeviceCopies:
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
+
+
+def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size) -> bool:
+    """Whether tensors are dense, of this shape, and can be read."""
+    return (
+        set(map(_SHAPE, tensors)) == {shape}
+        and set(map(_LAYOUT, tensors)) == {torch.strided}
+        and all(device.type in HAVE_DATA for device in set(map(_DEVICE, tensors)))
+    )
 
 
 def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn:

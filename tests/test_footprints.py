@@ -234,7 +234,7 @@ def test_the_peak_of_a_stage_is_bounded() -> None:
     largest = 128 * 64 * 2048 * 2
     common: dict[str, Any] = {"rank": 64, "target_modules": "experts", "strategy": "stage"}
     result = footprint(QWEN, **common)
-    assert result.gpu_sync_peak_bytes == result.slot_bytes + 128 * 1024**2 + largest
+    assert result.gpu_sync_peak_bytes == result.slot_bytes + 160 * 1024**2 + largest
     received_in_float32 = footprint(QWEN, dtype="float32", lora_dtype="bfloat16", **common)
     assert received_in_float32.gpu_sync_peak_bytes == result.gpu_sync_peak_bytes + 2 * largest
 

@@ -404,6 +404,63 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     assert vllm_hook._announced_bytes(manager, adapter_config) == receiver.block.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda tensor: tensor[:1],
+            r"shapes that do not fit: .*experts.2.up_proj.lora_A.* is \[1, 32\], expected \[4, 32\]",
+        ),
+        (lambda tensor: tensor.reshape(-1), r"shapes that do not fit: .* is \[128\], expected"),
+        (lambda tensor: tensor.to_sparse(), "is a Tensor; it must be a plain dense torch tensor"),
+        (lambda tensor: tensor.to("meta"), r"cannot read .*\(meta\)"),
+        (lambda tensor: tensor.to(torch.int8), r"cannot cast .*\(torch.int8\)"),
+        (lambda tensor: tensor.tolist(), "is a list; it must be a plain dense torch tensor"),
+    ],
+)
+def test_one_expert_in_the_middle_that_is_not_like_the_others(dtype, spoil, message):
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), dtype, False)
+    layout = layout_for(manager, config)
+    receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
+    name = f"base_model.model.{NAME}.2.up_proj.lora_A.weight"
+    with pytest.raises(AdapterError, match=message):
+        receiver.add_all(tensors | {name: spoil(tensors[name])})
+    # A dtype of its own is none of it, as long as it can be cast.
+    receiver.abort()
+    receiver.add_all(tensors | {name: tensors[name].double()})
+    receiver.finish()
+
+
+def test_chunks_seen_before_are_not_taken_on_trust():
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    layout = layout_for(manager, config)
+    names = list(tensors)
+    first, second, both = names[0::2], names[1::2], names
+    receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
+
+    def receive(*chunks):
+        receiver.abort()
+        for chunk in chunks:
+            receiver.add_all({name: tensors[name] for name in chunk})
+        receiver.finish()
+
+    receive(first, second)
+    for complete in [(first, second), (second, first), (both,), (first, second), ([names[0]], first[1:], second)]:
+        receive(*complete)
+        assert receiver.received == set(names)
+        for wrong in [(first,), (second,), first[:1], ()]:
+            with pytest.raises(AdapterError, match=r"missing|has no"):
+                receive(*([wrong] if wrong == first[:1] else wrong))
+        for wrong in [(first, first), (second, first, second), (both, first), (first, both), (first, second, both)]:
+            with pytest.raises(AdapterError, match="came twice"):
+                receive(*wrong)
+
+
 def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     manager, layer = worker("gated")
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
