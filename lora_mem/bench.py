@@ -131,8 +131,6 @@ def run_in(
     if generate:
         scenarios.generate(llm, None)  # what a first step allocates for good is not the adapter's
     transport.all_of(0)
-    vllm_hook.release_device_memory()
-    transport_alone = min(transport.seconds(number) for number in (1, 2))
 
     say(f"rank {rank}: page-locking")
     packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)  # reads every name, once
@@ -160,7 +158,7 @@ def run_in(
             streamed = streamed or _streamed(transport, packed_bytes)
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
-            found.append(_sync(llm, manager, strategy, number, transport, transport_alone, generate))
+            found.append(_sync(llm, manager, strategy, number, transport, generate))
             steps.update()
         if repeats and [strategy] == streaming[-1:]:
             say(f"rank {rank}: {repeats} more syncs")
@@ -297,12 +295,13 @@ def _sync(
     strategy: Way,
     number: int,
     transport: Transport,
-    transport_alone: float,
     generate: bool,
 ) -> Sync:
     # What "keep" left on the GPU is not counted against the next sync.
     if strategy == "keep":
         vllm_hook.drop_adapter(1)
+    vllm_hook.release_device_memory()
+    transport_alone = transport.seconds(number)  # each time: a shared host is not equally fast all the time
     vllm_hook.release_device_memory()
     rest = scenarios.device_memory()
     marks: dict[str, float] = {}

@@ -97,12 +97,13 @@ def plot_rank_by_tp(
     grid = frame.pivot(index="rank", columns="tensor_parallel_size", values=figure) / GIB
     grid = grid.reindex(index=list(ranks), columns=list(tensor_parallel_sizes))
     values = grid.to_numpy(dtype=float)
-    image = ax.imshow(values, aspect="auto", cmap="viridis")
+    ax.imshow(values, aspect="auto", cmap="viridis")
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
     ax.set_xticks(range(len(grid.columns)), [str(value) for value in grid.columns])
     ax.set_yticks(range(len(grid.index)), [str(value) for value in grid.index])
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
-            colour = "black" if image.norm(value) > 0.6 else "white"
+            colour = "black" if value - low > 0.6 * (high - low) else "white"
             ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
     ax.set_xlabel("tensor_parallel_size")
     ax.set_ylabel("rank")

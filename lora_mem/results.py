@@ -16,7 +16,7 @@ class Sync:
         strategy: how; "fill" is "stage" with `fill_slot`.
         number: from 1; the first of a strategy pays for what is reserved once.
         seconds: from the first tensor made to the adapter active in its slot, transport included.
-        transport: of it, what the transport alone takes (measured by itself).
+        transport: of it, what the transport alone takes (measured by itself, just before).
         transporting: of it, what the transport took in this sync, its work on the device not waited for.
         receiving: of it, taking the tensors ("stage" and "fill": in turn with the transport).
         adding: of it, vLLM's `add_lora`: pack, register, slots, and for "offload" the offload.

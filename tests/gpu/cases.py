@@ -135,7 +135,7 @@ def everything(module: str) -> bool:
 
 def bench_30b() -> dict[str, Any]:
     """All strategies side by side at full size, and 50 more syncs."""
-    name, options = "Qwen/Qwen3-30B-A3B", {"syncs": 4, "repeats": 50, "gpu_memory_utilization": 0.62}
+    name, options = "Qwen/Qwen3-30B-A3B", {"syncs": 3, "repeats": 50, "gpu_memory_utilization": 0.62}
     return bench.run(scenarios.QWEN3_30B_A3B, model=name, say=say, **options).to_dict()
 
 
