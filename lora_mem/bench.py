@@ -159,6 +159,9 @@ def run_in(
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
             found.append(_sync(llm, manager, strategy, number, transport, generate))
+            say(
+                f"{found[-1].seconds:.3f} s, transport alone {found[-1].transport:.3f}, rebuild {found[-1].rebuilding:.3f}"
+            )
             steps.update()
         if repeats and [strategy] == streaming[-1:]:
             say(f"rank {rank}: {repeats} more syncs")

@@ -1387,7 +1387,7 @@ class SlotFill(Filler):
         lora = loras.get(module)
         if lora is None:  # q, k and v, or gate and up, which vLLM registers together
             lora = PackedLoRALayerWeights.pack([loras.get(child) for child in adapters.packed_modules[module]])
-        with gpu_sync_allowed():
+        with gpu_sync_allowed(), _flag_beside(adapters.modules[module], self.slot):
             adapters.modules[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
         if manager.device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(manager.device))
@@ -1420,6 +1420,26 @@ class SlotFill(Filler):
 
     def _asleep(self) -> bool:
         return any(one.is_asleep for one in self._memory)
+
+
+@contextmanager
+def _flag_beside(layer: Any, slot: int) -> Iterator[None]:
+    """Let `set_lora` of an expert layer raise the slot's flag on the host, and raise the layer's own afterwards.
+
+    vLLM writes it as `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host would have to wait
+    until the device has done all that came before: with each layer that arrives.
+    """
+    flags = getattr(layer, "adapter_enabled", None)
+    if flags is None:
+        yield
+        return
+    layer.adapter_enabled = torch.empty(flags.shape, dtype=flags.dtype)
+    try:
+        yield
+        raised = int(layer.adapter_enabled[slot])
+    finally:
+        layer.adapter_enabled = flags
+    flags[slot].fill_(raised)
 
 
 class _NoSlot(Exception):

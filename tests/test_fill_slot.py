@@ -370,6 +370,7 @@ class Worker:
                 lora = vllm_hook.registered_model(self.manager, lora_int_id).loras[NAME]
                 self.beside.set_lora(0, lora.lora_a, lora.lora_b)
                 found, wanted = slot(self.layer, index), slot(self.beside, 0)
+                assert self.layer.adapter_enabled[index] == self.beside.adapter_enabled[0] == 1
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 

@@ -11,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,12 +36,15 @@ MIB = 2**20
 
 
 def run(case: str, timeout: int = 400) -> dict:
-    done = subprocess.run([sys.executable, CASES, case], capture_output=True, text=True, timeout=timeout)
     reports = os.environ.get("LORA_MEM_REPORTS")
-    if reports:
-        Path(reports, f"{case}.log").write_text(done.stderr[-20000:])
+    # Into a file, so that what was said is kept where the case is stopped.
+    log = Path(reports or tempfile.mkdtemp(), f"{case}.log")
+    with log.open("w") as said:
+        done = subprocess.run(
+            [sys.executable, CASES, case], stdout=subprocess.PIPE, stderr=said, text=True, timeout=timeout
+        )
     if done.returncode:
-        pytest.fail(f"{case} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-5000:]}")
+        pytest.fail(f"{case} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{log.read_text()[-5000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
     if reports:
         Path(reports, f"{case}.json").write_text(json.dumps(result, indent=1))
