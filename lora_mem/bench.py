@@ -159,9 +159,8 @@ def run_in(
         for number in range(1, syncs + 1):
             say(f"rank {rank}: {strategy}, sync {number}")
             found.append(_sync(llm, manager, strategy, number, transport, generate))
-            say(
-                f"{found[-1].seconds:.3f} s, transport alone {found[-1].transport:.3f}, rebuild {found[-1].rebuilding:.3f}"
-            )
+            last = found[-1]
+            say(f"{last.seconds:.3f} s, the transport alone {last.transport:.3f} s, a rebuild {last.rebuilding:.3f} s")
             steps.update()
         if repeats and [strategy] == streaming[-1:]:
             say(f"rank {rank}: {repeats} more syncs")

@@ -9,6 +9,8 @@ from lora_mem.footprints import GIB, Footprint
 from lora_mem.planning import sweep
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.axes import Axes
 
     from lora_mem.profiling import Memory, Phase, Profile
@@ -241,6 +243,46 @@ def plot_profile(profile: Profile, ax: Axes | None = None) -> Axes:
     ax.invert_yaxis()
     ax.set_xlim(0, (profile.total.start + profile.total.seconds) * 1.2e3)  # room for the text
     ax.set_xlabel("milliseconds since the profile began")
+    return ax
+
+
+def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total") -> Axes:
+    """A trace over time, in milliseconds: a row for the phases of each name, and below what the device did meanwhile.
+
+    Args:
+        path: of a trace that `profile` wrote.
+        ax: where to draw.
+        within: the phase whose time is shown.
+
+    Raises:
+        ValueError: the trace has no such phase.
+    """
+    from lora_mem.profiling import read_device, read_trace
+
+    ax = _axes(ax)
+    phases = read_trace(path)
+    shown = next((phase for phase in phases if phase.name == within), None)
+    if shown is None:
+        names = ", ".join(dict.fromkeys(phase.name for phase in phases)) or "none"
+        raise ValueError(f"within is {within!r}; the trace's phases are {names}")
+    begin, end = shown.start, shown.start + shown.seconds
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for phase in phases:
+        if phase is not shown and begin <= phase.start < end:
+            rows.setdefault(phase.name, []).append((phase.start, phase.start + phase.seconds))
+    colours = {name: PHASE_COLOURS[number % 3] for number, name in enumerate(rows)}
+    for kind, colour in {"kernels": "#bbbbbb", "to host": "#aa3377", "to device": "#66ccee"}.items():
+        found = [(first, min(last, end)) for first, last in read_device(path)[kind] if begin <= first < end]
+        if found:
+            rows[f"device: {kind}"] = found
+            colours[f"device: {kind}"] = colour
+    for row, (name, spans) in enumerate(rows.items()):
+        bars = [((first - begin) * 1e3, (last - first) * 1e3) for first, last in spans]
+        ax.broken_barh(bars, (row - 0.4, 0.8), color=colours[name])
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.invert_yaxis()
+    ax.set_xlim(0, shown.seconds * 1e3)
+    ax.set_xlabel(f"milliseconds since {'the trace' if within == 'total' else repr(within)} began")
     return ax
 
 

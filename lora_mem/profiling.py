@@ -705,6 +705,9 @@ def _change(phase: Phase, figure: str, when: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- traces
 
 
+Span = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class TracedPhase:
     """A phase in a trace: its name, when it began (seconds since the trace's first event), its seconds, what ran."""
@@ -743,6 +746,25 @@ def read_trace(path: str | Path) -> tuple[TracedPhase, ...]:
         name = str(event["name"]).removeprefix(RANGE)
         found.append(TracedPhase(name, (begin - zero) / 1e6, (end - begin) / 1e6, traced))
     return tuple(found)
+
+
+def read_device(path: str | Path) -> dict[str, tuple[Span, ...]]:
+    """When a trace's device ran kernels, copied to the host and copied to the device: (begin, end), in seconds.
+
+    Of each kind intervals that do not touch, since the trace's first event, as the phases of `read_trace`.
+
+    Args:
+        path: of a Chrome trace, `.json` or `.json.gz`.
+    """
+    events = _events(path)
+    zero = min((event["ts"] for event in events), default=0)
+    kinds = {"kernels": ("kernel", ""), "to host": ("gpu_memcpy", "DtoH"), "to device": ("gpu_memcpy", "HtoD")}
+    found = {}
+    for kind, (category, direction) in kinds.items():
+        of_kind = [event for event in events if event.get("cat") == category and direction in event["name"]]
+        spans = _spans(of_kind, float("-inf"), float("inf"))
+        found[kind] = tuple(((begin - zero) / 1e6, (end - zero) / 1e6) for begin, end in spans)
+    return found
 
 
 def _write_trace(tracer: Any, path: Path, ops: bool) -> Path:
@@ -802,9 +824,6 @@ def _events(path: str | Path) -> list[dict[str, Any]]:
 
 def _ranges(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(RANGE)]
-
-
-Span = tuple[float, float]
 
 
 def _spans(events: Iterable[dict[str, Any]], begin: float, end: float) -> list[Span]:

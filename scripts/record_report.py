@@ -286,7 +286,14 @@ def plot(folder: Path) -> list[Path]:
     from lora_mem.results import Bench
 
     written = []
-    for name, panels in {"rank_sweep": 2, "gpt_oss_20b": 1, "kimi_k2": 1, "reserving": 1}.items():
+    for name in ("trace", "trace_fill"):
+        source = folder / "raw" / f"{name}.json.gz"
+        if source.exists():
+            figure = Figure(figsize=(10, 3), layout="constrained")
+            plots.plot_trace(source, figure.add_subplot(), within="stage")
+            figure.savefig(folder / f"{name}.png", dpi=110)
+            written.append(folder / f"{name}.png")
+    for name, panels in {"rank_sweep": 2, "gpt_oss_20b": 1, "kimi_k2": 1, "bench_30b": 1, "reserving": 1}.items():
         source = folder / "raw" / f"{name}.json"
         if not source.exists():
             continue
@@ -299,7 +306,7 @@ def plot(folder: Path) -> list[Path]:
             plots.plot_seconds_by_rank(benches, figure.add_subplot(1, 2, 1))
             plots.plot_bytes_by_rank(benches, figure.add_subplot(1, 2, 2))
         else:
-            plots.plot_sync(Bench.from_dict(found["benches"][0]), figure.add_subplot())
+            plots.plot_sync(Bench.from_dict(found.get("benches", [found])[0]), figure.add_subplot())
         path = folder / f"{name}.png"
         figure.savefig(path, dpi=110)
         written.append(path)

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("torch", reason="needs torch")
 
 from lora_mem import plots
-from lora_mem.profiling import Memory, Phase, Profile, Sample
+from lora_mem.profiling import Memory, Phase, Profile, Sample, read_device, read_trace
 
 MIB = 2**20
 RECORDED = Path(__file__).parents[1] / "reports" / "2026-12-01-h200" / "raw"
@@ -90,3 +90,37 @@ def test_recorded_lives_the_gpu_above_and_the_host_below():
     seconds = plots.plot_life_seconds(lives)
     assert seconds.get_yscale() == "log"
     assert [text.get_text() for text in seconds.get_legend().get_texts()] == ["keep", "offload", "stage"]
+
+
+TRACE = Path(__file__).parents[1] / "reports" / "2026-12-01-h200-fill" / "raw" / "trace.json.gz"
+
+
+def test_in_the_recorded_trace_copies_run_under_the_next_chunk_s_work():
+    phases = read_trace(TRACE)
+    layers = [phase for phase in phases if phase.name == "receive"]
+    assert len(layers) == 8
+    assert sum(phase.name == "transport" for phase in phases) == 9
+    for layer in layers[1:]:
+        # All of one layer's bytes, while the work for this one goes on.
+        assert layer.traced.to_host == 3 * 64 * (2048 + 768) * 128 * 2
+        assert layer.traced.overlapped > 0.95 * layer.traced.to_host_seconds
+    spans = read_device(TRACE)
+    assert sum(end - begin for begin, end in spans["to host"]) == pytest.approx(phases[0].traced.to_host_seconds)
+    assert sum(end - begin for begin, end in spans["kernels"]) == pytest.approx(phases[0].traced.kernels)
+    assert all(begin < end for kind in spans.values() for begin, end in kind)
+
+
+def test_a_trace_over_time():
+    ax = plots.plot_trace(TRACE, within="stage")
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == ["transport", "receive", "wait", "device: kernels", "device: to host"]
+    stage = next(phase for phase in read_trace(TRACE) if phase.name == "stage")
+    assert ax.get_xlim() == (0, pytest.approx(stage.seconds * 1e3))
+    receive = ax.collections[1].get_paths()
+    assert len(receive) == 8
+    layer = next(phase for phase in read_trace(TRACE) if phase.name == "receive")
+    assert receive[0].get_extents().x0 == pytest.approx((layer.start - stage.start) * 1e3)
+    assert receive[0].get_extents().width == pytest.approx(layer.seconds * 1e3)
+    assert "device: to device" in [label.get_text() for label in plots.plot_trace(TRACE).get_yticklabels()]
+    with pytest.raises(ValueError, match="within is 'sync'; the trace's phases are total, stage, transport"):
+        plots.plot_trace(TRACE, within="sync")

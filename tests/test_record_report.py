@@ -81,7 +81,7 @@ def test_what_it_ran_on(folder):
 def test_plots_of_what_was_recorded(folder):
     pytest.importorskip("matplotlib")
     done = record(folder, "--plot")
-    assert done.stdout.split() == ["rank_sweep.png", "reserving.png"]
+    assert done.stdout.split() == ["trace.png", "trace_fill.png", "rank_sweep.png", "reserving.png"]
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in done.stdout.split())
 
 
