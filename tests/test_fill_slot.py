@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 import lora_mem
 from lora_mem import scenarios, staging, vllm_hook
 from lora_mem.checking import AdapterError
+from lora_mem.vllm_hook import slots
 
 LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYERS = 16  # of the tiny model with weights: 4 times qkv_proj, o_proj, gate_up_proj, down_proj
@@ -241,7 +242,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
     check("the tensors of no module came close together")
 
     memory = SimpleNamespace(is_asleep=True)
-    monkeypatch.setattr(hook, "_allocations", lambda adapters: [memory])
+    monkeypatch.setattr(slots, "allocations", lambda adapters: [memory])
     request = fill(first.tensors, first.config, load_inplace=False)
     memory.is_asleep = False
     check("vLLM is asleep, and so are its slots")
@@ -260,7 +261,7 @@ def test_the_memory_of_a_sleeping_engine_is_found(hook, manager, monkeypatch):
     cumem = pytest.importorskip("vllm.device_allocator.cumem")
     from vllm.device_allocator import AllocationData
 
-    assert hook._allocations(manager._adapter_manager) == []
+    assert slots.allocations(manager._adapter_manager) == []
     layers = manager._adapter_manager.modules.values()
     buffers = [tensor for layer in layers for tensor in hook.slot_buffers(layer).values()]
     first = min(tensor.data_ptr() for tensor in buffers)
@@ -268,7 +269,7 @@ def test_the_memory_of_a_sleeping_engine_is_found(hook, manager, monkeypatch):
     other = AllocationData((0, 1024, 4096, 0), "weights", is_asleep=True)
     allocator = SimpleNamespace(pointer_to_data={4096: other, first: ours})
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
-    assert hook._allocations(manager._adapter_manager) == [ours]
+    assert slots.allocations(manager._adapter_manager) == [ours]
 
 
 def test_uninstalled_while_it_arrives(llm, hook, manager, versions):

@@ -147,7 +147,7 @@ def adapter(layout, generator, dtype, alias):
 
 
 def _helper(config):
-    return vllm_hook._peft_helper(config)
+    return vllm_hook.peft_helper(config)
 
 
 def slots_of(manager, layer, model):
@@ -175,7 +175,7 @@ def layout_for(manager, config):
     helper = _helper(config)
     return Layout(
         vllm_hook.served_model(manager),
-        lambda names: vllm_hook._names(names, helper, None, None),
+        lambda names: vllm_hook.read_names(names, helper, None, None),
         helper.get_rank_and_scaling,
     )
 
@@ -191,7 +191,7 @@ def receive(manager, tensors, config, chunks, fill_slot=False):
 
 
 def model_of(manager, parts, fused=False):
-    return vllm_hook._model_of_parts(manager, parts, 1, RANK, is_3d=fused)
+    return vllm_hook.model_of_parts(manager, parts, 1, RANK, is_3d=fused)
 
 
 def staged_slots(manager, layer, receiver, fused):
@@ -507,7 +507,7 @@ def test_names_are_read_once():
 
     def names(new):
         read.extend(new)
-        return vllm_hook._names(new, helper, None, None)
+        return vllm_hook.read_names(new, helper, None, None)
 
     layout = Layout(vllm_hook.served_model(manager), names, helper.get_rank_and_scaling)
     for sync in range(3):

@@ -1,13 +1,15 @@
 """The hook: in-memory adapters in vLLM, and off the GPU once vLLM's LoRA slots hold them.
 
-The only module that knows vLLM. It wraps `_load_adapter` and `add_adapter` of vLLM's two worker LoRA managers, which
-are separate definitions: `LRUCacheWorkerLoRAManager.add_adapter` does not call `super()`. vLLM itself is imported when
-it is first needed, so that vLLM's plugin loader can import this module for nothing.
+This package is all that knows vLLM. `served` reads what an engine serves, `live` what is alive in it, `slots` makes
+vLLM's models of laid-out parts and fills a slot while they arrive; here adapters are staged, loads wrapped and served.
+
+It wraps `_load_adapter` and `add_adapter` of vLLM's two worker LoRA managers, which are separate definitions:
+`LRUCacheWorkerLoRAManager.add_adapter` does not call `super()`. vLLM itself is imported when it is first needed, so
+that vLLM's plugin loader can import this module for nothing.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -17,9 +19,8 @@ import json
 import logging
 import os
 import re
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
@@ -29,10 +30,27 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lora_mem import checking, offload
-from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
+from lora_mem.checking import AdapterError
 from lora_mem.host_memory import Arena, HostBlock, copied, view_key
-from lora_mem.staging import Filler, Layout, Part, Receiver, StagedAdapter
+from lora_mem.staging import Layout, Part, Receiver, StagedAdapter
 from lora_mem.targets import targeted
+from lora_mem.vllm_hook.live import LiveAdapter as LiveAdapter
+from lora_mem.vllm_hook.live import LiveWorker as LiveWorker
+from lora_mem.vllm_hook.live import bytes_by_device as bytes_by_device
+from lora_mem.vllm_hook.live import holders as holders
+from lora_mem.vllm_hook.live import live_adapters as live_adapters
+from lora_mem.vllm_hook.live import live_managers as live_managers
+from lora_mem.vllm_hook.live import live_worker as live_worker
+from lora_mem.vllm_hook.live import lora_layers as lora_layers
+from lora_mem.vllm_hook.live import places as places
+from lora_mem.vllm_hook.live import registered_model as registered_model
+from lora_mem.vllm_hook.live import slot_buffers as slot_buffers
+from lora_mem.vllm_hook.served import check_config, peft_helper, read_names, rename_mapper
+from lora_mem.vllm_hook.served import served_model as served_model
+from lora_mem.vllm_hook.slots import NoSlot, SlotFill, activate, model_of_parts, narrowed
+from lora_mem.vllm_hook.state import managers as _managers
+from lora_mem.vllm_hook.state import served as _served
+from lora_mem.vllm_hook.state import staged as _staged
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -69,15 +87,10 @@ Strategy = Literal["stage", "offload", "keep"]
 _strategy: Strategy = "stage"
 _originals: dict[tuple[str, str], Callable[..., Any]] = {}
 _inactive_because = "install() was not called in this process"
-_staged: dict[int, StagedAdapter] = {}
-_managers: weakref.WeakSet[Any] = weakref.WeakSet()
-_served: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
 _offloads: dict[int, offload.Moved] = {}
 _layouts: weakref.WeakKeyDictionary[Any, dict[str, Layout]] = weakref.WeakKeyDictionary()
 # Weak: a stage that its owner has lost must not block its id.
 _open: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
-# By vLLM's adapter manager and the adapter's id; a stage, and then the adapter, keep theirs alive.
-_fills: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[int, SlotFill]] = weakref.WeakKeyDictionary()
 # Every model that was made here and is alive: vLLM tells adapters apart by id only, and an id can change hands.
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -328,7 +341,7 @@ def stage_adapter(
     engines = _engines()
     manager, why_not = engines[0] if len(engines) == 1 else None, ""
     if manager is not None:
-        _check_config(manager, config)
+        check_config(manager, config)
     # What was found complete in the last sync needs no second look at its names; shapes are checked on arrival.
     if manager is None or not _layout(manager, config).knows(own):
         manager, why_not = _check_for_engines(own, config)
@@ -515,7 +528,7 @@ class Stage:
             return None
         try:
             fill = SlotFill(self._manager, self.lora_int_id, int(self._adapter.config["r"]), parts)
-        except _NoSlot as error:
+        except NoSlot as error:
             self._adapter.why_not_filled = str(error)
             return None
         self._adapter.why_not_filled = ""
@@ -716,114 +729,6 @@ def offload_in_memory_adapter(manager: Any, lora_int_id: int, *, pin: bool | Non
     return moved
 
 
-def holders(manager: Any) -> dict[str, dict[str, int]]:
-    """Bytes by holder (slots, registered, staged) and device in one worker, read from the live tensors.
-
-    Memory that two tensors or two holders share is counted once, for the first holder in the order slots, registered,
-    staged.
-    """
-    seen: set[tuple[str, int]] = set()
-    result = {}
-    adapter_manager = manager._adapter_manager
-    slots = [tensor for module in adapter_manager.modules.values() for tensor in slot_buffers(module).values()]
-    result["slots"] = bytes_by_device(slots, seen)
-    registered = [offload._read(place) for model in adapter_manager.list_adapters().values() for place in places(model)]
-    result["registered"] = bytes_by_device(registered, seen)
-    result["staged"] = bytes_by_device([tensor for stage in _staged.values() for tensor in stage.held()], seen)
-    return result
-
-
-def lora_layers(manager: Any) -> dict[str, Any]:
-    """The LoRA layers of one worker, by module name."""
-    layers: dict[str, Any] = manager._adapter_manager.modules
-    return layers
-
-
-def slot_buffers(module: Any) -> dict[str, torch.Tensor]:
-    """The slot buffers of one LoRA layer of vLLM, by name: A and B, for all slots, without views of one another."""
-    buffers: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    # FusedMoEWithLoRA also has lora_a_stacked, a list of views into its w13 and w2 buffers.
-    names = [n for n in vars(module) if n.endswith("_stacked")]
-    for name in sorted(names, key=lambda n: not n.startswith("w")):
-        value = vars(module)[name]
-        for index, tensor in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in seen:
-                seen.add(storage)
-                buffers[f"{name}[{index}]"] = tensor
-    return buffers
-
-
-@dataclass(frozen=True)
-class LiveAdapter:
-    """The tensors of one adapter that are alive in a worker.
-
-    Attributes:
-        rank: `r` of its config.
-        packed: those of the registered model, by vLLM's module.
-        staged: those that are kept to build it again, by vLLM's module.
-        block_bytes: what the block takes that the staged tensors lie in; 0 where they do not lie in one.
-    """
-
-    rank: int
-    packed: dict[str, list[torch.Tensor]]
-    staged: dict[str, list[torch.Tensor]]
-    block_bytes: int
-
-
-def live_adapters(manager: Any) -> dict[int, LiveAdapter]:
-    """The adapters that a worker has registered, or that are staged in this process, by `lora_int_id`."""
-    registered = manager._adapter_manager.list_adapters()
-    found = {}
-    for lora_int_id in sorted({*registered, *_staged}):
-        model, stage = registered.get(lora_int_id), _staged.get(lora_int_id)
-        packed: dict[str, list[torch.Tensor]] = {}
-        for name, lora in {**getattr(model, "loras", {}), **getattr(model, "modules_to_save", {})}.items():
-            packed[name] = [offload._read(place) for place in _lora_places(lora)]
-        staged = {} if stage is None else _staged_by_module(manager, stage)
-        rank = int(stage.config["r"]) if stage is not None else registered[lora_int_id].rank
-        block = stage.block.nbytes if stage is not None and stage.block is not None else 0
-        found[lora_int_id] = LiveAdapter(rank, packed, staged, block)
-    return found
-
-
-def _staged_by_module(manager: Any, stage: StagedAdapter) -> dict[str, list[torch.Tensor]]:
-    """A stage's tensors by the module of vLLM that they are packed in."""
-    packed_in = {
-        child: name for name, children in manager._adapter_manager.packed_modules.items() for child in children
-    }
-    packed_in |= {name: takes.packed_in for name, takes in served_model(manager).modules.items() if takes.packed_in}
-    found: dict[str, list[torch.Tensor]] = {}
-    for part, tensor in stage.parts.items():
-        found.setdefault(packed_in.get(part.module, part.module), []).append(tensor)
-    names = _names(stage.tensors, _peft_helper(stage.config), _rename_mapper(manager._adapter_manager.model), ())
-    for key, tensor in stage.tensors.items():
-        module = names[key].module if key in names else key
-        found.setdefault(packed_in.get(module, module), []).append(tensor)
-    return found
-
-
-@dataclass(frozen=True)
-class LiveWorker:
-    """What a worker says of itself: its device, LoRA's rank limit, the model's name, workers on this host."""
-
-    device: torch.device
-    max_lora_rank: int
-    model: str
-    workers_per_node: int
-
-
-def live_worker(manager: Any) -> LiveWorker:
-    """Facts of the worker that a LoRA manager belongs to."""
-    from vllm.distributed import parallel_state
-
-    config = manager._adapter_manager.model.config
-    name = getattr(config, "architectures", None) or [type(manager._adapter_manager.model).__name__]
-    size = parallel_state.get_world_group().world_size // parallel_state.get_node_count()
-    return LiveWorker(torch.device(manager.device), manager.lora_config.max_lora_rank, str(name[0]), size)
-
-
 def manager_of(engine: Any = None) -> Any:
     """The worker LoRA manager of an engine.
 
@@ -872,11 +777,6 @@ def pack_without_engine(model: LoRAModel, packed_modules: dict[str, list[str]]) 
     manager.is_pooling_model = manager._is_non_gated_moe = manager._enable_moe_shared_loras = False
     manager.packed_modules = packed_modules
     manager._create_merged_loras_inplace(model)
-
-
-def live_managers() -> list[Any]:
-    """The worker LoRA managers of this process that the hook has seen and that are alive."""
-    return list(_managers)
 
 
 class WorkerExtension:
@@ -992,7 +892,7 @@ def _wrap_packing(original: Callable[..., None]) -> Callable[..., None]:
         # rebuild; a module that is packed already has none.
         every = adapter_manager.packed_modules
         unpacked = {name: every[name] for name in every if name not in lora_model.loras}
-        with _narrowed(adapter_manager, packed_modules=unpacked), _recorded("pack"):
+        with narrowed(adapter_manager, packed_modules=unpacked), _recorded("pack"):
             return original(adapter_manager, lora_model)
 
     return _mark(_create_merged_loras_inplace)
@@ -1004,22 +904,11 @@ def _wrap_activate(original: Callable[..., bool]) -> Callable[..., bool]:
         if _inactive_because or lora_id in adapter_manager._active_adapters:
             return original(adapter_manager, lora_id)
         if not _recorders:
-            return _activate(original, adapter_manager, lora_id)
+            return activate(original, adapter_manager, lora_id)
         with _recorded("activate"), _CopiesToDevice():
-            return _activate(original, adapter_manager, lora_id)
+            return activate(original, adapter_manager, lora_id)
 
     return _mark(activate_adapter)
-
-
-@contextmanager
-def _narrowed(adapter_manager: Any, **attributes: Any) -> Iterator[None]:
-    """Show vLLM a part of its own tables for the time of one call."""
-    own = {name: getattr(adapter_manager, name) for name in attributes}
-    vars(adapter_manager).update(attributes)
-    try:
-        yield
-    finally:
-        vars(adapter_manager).update(own)
 
 
 _WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -1142,11 +1031,11 @@ def _layout(manager: Any, config: dict[str, Any]) -> Layout:
     if key not in layouts:
         while len(layouts) >= _MOST_LAYOUTS:
             del layouts[next(iter(layouts))]
-        helper = _peft_helper(config)
+        helper = peft_helper(config)
         model = manager._adapter_manager.model
         layouts[key] = Layout(
             served_model(manager),
-            lambda names: _names(names, helper, _rename_mapper(model), getattr(model, "lora_skip_prefixes", None)),
+            lambda names: read_names(names, helper, rename_mapper(model), getattr(model, "lora_skip_prefixes", None)),
             helper.get_rank_and_scaling,
         )
     return layouts[key]
@@ -1234,63 +1123,6 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
     return result.host_pinned_bytes // lora_config.max_loras, ""
 
 
-def _model_of_parts(
-    manager: Any, parts: Mapping[Part, torch.Tensor], lora_int_id: int, rank: int, *, is_3d: bool
-) -> LoRAModel:
-    """A model of vLLM's own classes whose tensors are the parts: scaled, and the experts already packed."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-
-    served = served_model(manager)
-    modules: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
-    spread: set[str] = set()
-    for part, tensor in parts.items():
-        modules.setdefault(part.module, {})[part.projection, part.is_a] = tensor
-        if tuple(tensor.shape) != part.shape:
-            spread.add(part.module)
-    loras: dict[str, LoRALayerWeights] = {}
-    for module, factors in modules.items():
-        if module not in served.projections:
-            a, b = factors[0, True], factors[0, False]
-            loras[module] = LoRALayerWeights(module, a.shape[0], a.shape[0], a, b, scaling=1)
-            continue
-        count = served.projections[module]
-        repeated = served.repeated.get(module, {})
-        a_list, b_list = [], []
-        for projection in range(count):
-            own = repeated.get(projection, projection)
-            b_list.append(factors[own, False])
-            # In the fused layout gate and up share one A.
-            a_list.append(factors.get((own, True), factors[0, True]))
-        own_rank = a_list[0].shape[-2]
-        if module in spread:
-            experts = served.local_experts[module]
-            a_list = _Spread(a_list, [experts] * count, manager.device)
-            b_list = _Spread(b_list, [experts] * count, manager.device)
-        ranks: list[int | None] = [own_rank] * count
-        loras[module] = PackedLoRALayerWeights(module, own_rank, ranks, a_list, b_list, [1.0] * count)
-    return LoRAModel(lora_int_id, rank, loras, is_3d_lora_weight=is_3d)
-
-
-class _Spread(list[torch.Tensor]):
-    """Factors of which some are one tensor for all experts, on the host. vLLM's `set_lora` unpacks the list: then, and
-    only then, these cross the link once and are spread over the experts on the device.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], experts: list[int], device: torch.device) -> None:
-        super().__init__(tensors)
-        self.experts = experts
-        self.device = device
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index, experts in enumerate(self.experts):
-            tensor = self[index]
-            if tensor.shape[0] == experts:
-                yield tensor
-            else:
-                yield tensor.to(self.device, non_blocking=True).expand(experts, -1, -1)
-
-
 def _load_staged(original: Callable[..., Any], manager: Any, request: LoRARequest) -> LoRAModel:
     """A model of the staged parts, or vLLM's own `_load_adapter` with the staged tensors in place of a file's."""
     stage = _staged.get(request.lora_int_id)
@@ -1303,9 +1135,9 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
     if stage.parts:
         if manager not in stage.fits:
             _check_fits(manager, stage)
-        rank = _peft_helper(stage.config).r
+        rank = peft_helper(stage.config).r
         is_3d = request.is_3d_lora_weight
-        return _made_here(_model_of_parts(manager, stage.parts, stage.lora_int_id, rank, is_3d=is_3d), stage)
+        return _made_here(model_of_parts(manager, stage.parts, stage.lora_int_id, rank, is_3d=is_3d), stage)
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
     had_own = "_lora_model_cls" in vars(manager)
@@ -1321,201 +1153,9 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
     return _made_here(model, stage)
 
 
-class SlotFill(Filler):
-    """One of vLLM's slots, filled while an adapter arrives: its activation then has nothing left to copy.
-
-    The slot is nobody's meanwhile. Where vLLM puts an adapter into it, perhaps the last version back because a step
-    asked for it, the filling is given up, and the activation copies from host memory as ever.
-
-    Args:
-        manager: the worker's.
-        lora_int_id: of the adapter.
-        rank: of its config.
-        parts: those that it is to have.
-
-    Attributes:
-        slot: its index.
-        taken_from_last: whether the last version had to leave it.
-        given_up_because: why the slot does not hold what was filled in, or "".
-
-    Raises:
-        _NoSlot: there is none to be had.
-    """
-
-    def __init__(self, manager: Any, lora_int_id: int, rank: int, parts: frozenset[Part]) -> None:
-        adapters = manager._adapter_manager
-        super().__init__(_parts_by_layer(manager, parts))
-        self.lora_int_id = lora_int_id
-        self.parts = parts
-        self.given_up_because = ""
-        self._rank = rank
-        self._manager = weakref.ref(manager)
-        self._streams: set[Any] = set()
-        self._memory = _allocations(adapters)
-        if self._asleep():
-            raise _NoSlot("vLLM is asleep, and so are its slots")
-        fills = _fills.setdefault(adapters, weakref.WeakValueDictionary())
-        fills.pop(lora_int_id, None)
-        claimed = {fill.slot for fill in fills.values()}
-        free = [slot for slot, other in enumerate(adapters.lora_index_to_id) if other is None and slot not in claimed]
-        self.taken_from_last = not free
-        if self.taken_from_last:
-            if lora_int_id not in adapters._active_adapters:
-                raise _NoSlot("no slot is free, and no version of this adapter is in one")
-            if lora_int_id in adapters._active_adapters.pinned_items:
-                raise _NoSlot("no slot is free, and the last version of this adapter is pinned to its own")
-            free = [adapters.lora_index_to_id.index(lora_int_id)]
-            adapters.deactivate_adapter(lora_int_id)
-        self.slot: int = free[0]
-        fills[lora_int_id] = self
-        if manager.device.type == "cuda":
-            torch.cuda.synchronize(manager.device)  # a step that reads the slot may be under way on another stream
-
-    def fill(self, module: str, parts: dict[Part, torch.Tensor]) -> bool:
-        """Have vLLM pack a module and put it into the slot, as it does at a load."""
-        from vllm.lora.lora_weights import PackedLoRALayerWeights
-        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-
-        manager = self._manager()
-        if manager is None or self.given_up_because:
-            return False
-        if self._asleep():
-            self.give_up("vLLM went to sleep")
-            return False
-        adapters = manager._adapter_manager
-        loras = _model_of_parts(manager, parts, self.lora_int_id, self._rank, is_3d=False).loras
-        lora = loras.get(module)
-        if lora is None:  # q, k and v, or gate and up, which vLLM registers together
-            lora = PackedLoRALayerWeights.pack([loras.get(child) for child in adapters.packed_modules[module]])
-        with gpu_sync_allowed(), _flag_beside(adapters.modules[module], self.slot):
-            adapters.modules[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
-        if manager.device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(manager.device))
-        return True
-
-    def wait(self) -> None:
-        """Until what was filled in is in the slot."""
-        for stream in self._streams:
-            stream.synchronize()
-        self._streams.clear()
-
-    def give_up(self, because: str) -> None:
-        """The slot does not hold the adapter, or not any more."""
-        self.given_up_because = self.given_up_because or because
-        self.wait()
-
-    def abort(self) -> None:
-        """The adapter does not come: give the slot back to the last version, where it had it."""
-        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-
-        self.give_up("aborted")
-        manager = self._manager()
-        if manager is None or not self.taken_from_last or self._asleep():
-            return
-        adapters = manager._adapter_manager
-        registered = self.lora_int_id in adapters.list_adapters()
-        if registered and self.lora_int_id not in adapters._active_adapters and None in adapters.lora_index_to_id:
-            with gpu_sync_allowed():
-                adapters.activate_adapter(self.lora_int_id)
-
-    def _asleep(self) -> bool:
-        return any(one.is_asleep for one in self._memory)
-
-
-@contextmanager
-def _flag_beside(layer: Any, slot: int) -> Iterator[None]:
-    """Let `set_lora` of an expert layer raise the slot's flag on the host, and raise the layer's own afterwards.
-
-    vLLM writes it as `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host would have to wait
-    until the device has done all that came before: with each layer that arrives.
-    """
-    flags = getattr(layer, "adapter_enabled", None)
-    if flags is None:
-        yield
-        return
-    layer.adapter_enabled = torch.empty(flags.shape, dtype=flags.dtype)
-    try:
-        yield
-        raised = int(layer.adapter_enabled[slot])
-    finally:
-        layer.adapter_enabled = flags
-    flags[slot].fill_(raised)
-
-
-class _NoSlot(Exception):
-    """Why an adapter's slot is not filled while it arrives."""
-
-
-def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]]:
-    """Parts by the LoRA layer of vLLM that they end up in; without those that are no layer's by this name."""
-    adapters = manager._adapter_manager
-    experts = served_model(manager).projections  # whose parts have their layer's name already
-    layer_of = {name: name for name in adapters.modules}
-    for name, children in adapters.packed_modules.items():
-        if name not in experts:
-            layer_of.update(dict.fromkeys(children, name))
-    found: dict[str, list[Part]] = {}
-    for part in parts:
-        if part.module in layer_of:
-            found.setdefault(layer_of[part.module], []).append(part)
-    return found
-
-
-def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
-    """vLLM's activation, of what the adapter's slot does not hold yet."""
-    fills = _fills.get(adapters)
-    if not fills:
-        return original(adapters, lora_id)
-    slots, left = adapters.lora_index_to_id, adapters.modules
-    others: list[int] = []
-    stage, fill = _staged.get(lora_id), fills.get(lora_id)
-    if stage is not None and stage.fill is fill and adapters.list_adapters().get(lora_id) in stage.models:
-        stage.fill = None
-        if fill is not None and fill.given_up_because:
-            stage.filled, stage.why_not_filled = 0, fill.given_up_because
-        elif fill is not None:
-            del fills[lora_id]
-            left = {name: layer for name, layer in left.items() if name not in fill.filled}
-            others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
-    for other_fill in fills.values():
-        other_fill.wait()  # it may write into the slot that vLLM takes now
-    try:
-        for slot in others:
-            slots[slot] = 0  # no adapter's id, so that vLLM takes ours for the first free one
-        with _narrowed(adapters, modules=left):
-            activated = original(adapters, lora_id)
-    except BaseException:
-        for other_fill in fills.values():
-            other_fill.give_up(f"the activation of adapter {lora_id} failed")
-        raise
-    finally:
-        for slot in others:
-            slots[slot] = None
-    for other_fill in fills.values():
-        if other_fill.slot == slots.index(lora_id):
-            other_fill.give_up(f"vLLM put adapter {lora_id} into the slot meanwhile")
-    return activated
-
-
-def _allocations(adapters: Any) -> list[Any]:
-    """Those of vLLM's sleep mode in which the slots lie; none where it is not in use."""
-    cumem = sys.modules.get("vllm.device_allocator.cumem")
-    allocator = getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
-    if allocator is None or not allocator.pointer_to_data:
-        return []
-    starts = sorted(allocator.pointer_to_data)
-    found = {}
-    for layer in adapters.modules.values():
-        for tensor in slot_buffers(layer).values():
-            index = bisect.bisect_right(starts, tensor.data_ptr()) - 1
-            if index >= 0:
-                found[starts[index]] = allocator.pointer_to_data[starts[index]]
-    return list(found.values())
-
-
 def _check_fits(manager: Any, stage: StagedAdapter) -> None:
     """Refuse an adapter that was laid out for another engine, unless this one would have laid it out the same way."""
-    _check_config(manager, stage.config)
+    check_config(manager, stage.config)
     layout = _layout(manager, stage.config)
     wanted = {dataclasses.astuple(part) for part in layout.parts_of(stage.names)}
     layout.check_complete(stage.names)
@@ -1675,8 +1315,8 @@ def _check_for_engines(tensors: Mapping[str, torch.Tensor], config: dict[str, An
     if managers and not able:
         raise refusals[-1]
     if not managers:
-        helper = _peft_helper(config)
-        names = _names(tensors, helper, None, ())
+        helper = peft_helper(config)
+        names = read_names(tensors, helper, None, ())
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         checking.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), None)
         return None, "no vLLM engine with LoRA in this process yet"
@@ -1692,7 +1332,7 @@ def _only_engine(config: dict[str, Any]) -> tuple[Any, str]:
     managers = _engines()
     if len(managers) != 1:
         return None, f"this process has {len(managers)} vLLM engines with LoRA, and it must have one"
-    _check_config(managers[0], config)
+    check_config(managers[0], config)
     if config.get("modules_to_save"):
         return None, "it has full modules (modules_to_save), which only vLLM itself loads; use stage_adapter"
     return managers[0], ""
@@ -1700,288 +1340,15 @@ def _only_engine(config: dict[str, Any]) -> tuple[Any, str]:
 
 def _check_for_manager(manager: Any, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> None:
     """Refuse an adapter that this worker cannot serve in full, before vLLM touches anything."""
-    helper = _check_config(manager, config)
+    helper = check_config(manager, config)
     model = manager._adapter_manager.model
-    names = _names(tensors, helper, _rename_mapper(model), getattr(model, "lora_skip_prefixes", None))
+    names = read_names(tensors, helper, rename_mapper(model), getattr(model, "lora_skip_prefixes", None))
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     served = served_model(manager)
     checking.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
 
 
-def _check_config(manager: Any, config: dict[str, Any]) -> PEFTHelper:
-    helper = _peft_helper(config)
-    try:
-        helper.validate_legal(manager.lora_config)
-    except ValueError as error:
-        raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
-    return helper
-
-
-def _rename_mapper(model: Any) -> Any:
-    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
-
-
-def _peft_helper(config: dict[str, Any]) -> PEFTHelper:
-    from vllm.lora.peft_helper import PEFTHelper
-
-    try:
-        return PEFTHelper.from_dict(config)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
-
-
-def _names(tensors: Iterable[str], helper: PEFTHelper, mapper: Any, skip_prefixes: Any) -> dict[str, TensorName]:
-    """What each tensor's name says, read by vLLM's own parser; without those that vLLM skips."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
-
-    full = set(helper.modules_to_save or ())
-    names: dict[str, TensorName] = {}
-    unreadable: list[str] = []
-    for key in tensors:
-        if is_base_embedding_weights(key) or (skip_prefixes and LoRAModel._should_skip_module(key, skip_prefixes)):
-            continue
-        try:
-            module, is_a = parse_fine_tuned_lora_name(key, mapper)
-            peft_module = parse_fine_tuned_lora_name(key)[0] if mapper is not None else module
-        except ValueError:
-            unreadable.append(key)
-            continue
-        names[key] = TensorName(module, peft_module, is_a, is_full=module in full)
-    if unreadable:
-        raise AdapterError(
-            f"names that are not PEFT's: {', '.join(checking.compact(unreadable))}; a factor is called "
-            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
-            "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
-        )
-    return names
-
-
-def served_model(manager: Any) -> ServedModel:
-    """What a worker's LoRA modules take, read once from its live layers."""
-    if manager not in _served:
-        _served[manager] = _read_served_model(manager)
-    return _served[manager]
-
-
-def _read_served_model(manager: Any) -> ServedModel:
-    from vllm.lora import layers
-    from vllm.lora.utils import is_supported_lora_module
-    from vllm.model_executor.models.utils import PPMissingLayer
-
-    adapters = manager._adapter_manager
-    modules: dict[str, ServedModule] = {}
-    complete: dict[str, tuple[frozenset[str], ...]] = {}
-    local_experts: dict[str, int] = {}
-    projections: dict[str, int] = {}
-    repeated: dict[str, dict[int, int]] = {}
-    use_ep = False
-    for name, layer in adapters.modules.items():
-        if isinstance(layer, layers.FusedMoEWithLoRA):
-            layouts = _expert_layouts(adapters, name, layer)
-            for layout in layouts:
-                modules.update(layout)
-            complete[name] = tuple(
-                frozenset(module for module, takes in layout.items() if takes.expert != -1) for layout in layouts
-            )
-            local_experts[name] = layer.local_num_experts
-            projections[name] = 2 if isinstance(layer, layers.FusedMoE3DWithLoRA) else 3
-            repeated[name] = {2: 0} if adapters._is_non_gated_moe else {}
-            use_ep = use_ep or layer.use_ep
-        else:
-            modules.update(_linear_modules(adapters, name, layer))
-
-    # Names by which vLLM also finds a module: a text-only adapter of a multimodal model, a pooling model's without
-    # "model.".
-    aliases = {}
-    for name, module in modules.items():
-        for other in getattr(adapters, "_get_text_lora_names", lambda _: [])(name):
-            aliases[other] = module
-        if adapters.is_pooling_model:
-            aliases[name.removeprefix("model.")] = module
-    modules = aliases | modules
-
-    not_here = tuple(f"{name}." for name, layer in adapters.model.named_modules() if isinstance(layer, PPMissingLayer))
-    # The deployment's target_modules leaves these without slots, by the operator's choice.
-    untargeted: set[str] = set()
-    if manager.lora_config.target_modules is not None:
-        for name, layer in adapters.model.named_modules():
-            if name not in adapters.modules and is_supported_lora_module(name, layer, adapters.supported_lora_modules):
-                prefix, _, last = name.rpartition(".")
-                untargeted.add(name)
-                untargeted.update(f"{prefix}.{child}" for child in adapters.packed_modules_mapping.get(last, ()))
-
-    return ServedModel(
-        modules=modules,
-        complete=complete,
-        ignored=lambda module: module in untargeted or (bool(not_here) and f"{module}.".startswith(not_here)),
-        max_lora_rank=manager.lora_config.max_lora_rank,
-        expert_help=_expert_help(adapters),
-        dtype=manager.lora_config.lora_dtype,
-        local_experts=local_experts,
-        projections=projections,
-        repeated=repeated,
-        share=not use_ep,  # vLLM would unpack the factors once more to slice them
-        aliases=frozenset(aliases),
-    )
-
-
-def _expert_layouts(adapters: Any, name: str, layer: Any) -> list[dict[str, ServedModule]]:
-    """The layouts in which a layer's experts may be given: for each, module name to what it takes."""
-    moe = layer.moe_config
-    experts = layer.global_num_experts
-    # Sizes of the checkpoint: a backend may pad both, and vLLM copies into a corner of the padded slot.
-    hidden = moe.hidden_dim_unpadded or moe.hidden_dim
-    per_rank = moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition
-    intermediate = per_rank * layer.tp_size
-    multiple = layer.tp_size if layer.fully_sharded else 1
-    up, down = (hidden, intermediate), (intermediate, hidden)
-    children = adapters.packed_modules.get(name, [])
-
-    local = slice(0, experts)
-    if layer.use_ep:
-        local = slice(layer.ep_rank * layer.local_num_experts, (layer.ep_rank + 1) * layer.local_num_experts)
-    everything = slice(None)
-
-    if adapters._enable_moe_shared_loras:
-        one, all_ = (1,), (experts,)
-        return [
-            {
-                child: ServedModule(
-                    *(down if projection == 1 else up),
-                    stacked=(all_, one) if projection == 1 else (one, all_),
-                    rank_multiple=multiple,
-                    packed_in=name,
-                    projections=((projection, everything),),
-                    local=local,
-                )
-                for projection, child in enumerate(children)
-            }
-        ]
-    halves: tuple[tuple[int, slice], ...] = ((0, everything),)
-    if not adapters._is_3d_moe_model:
-        # Mixed format: the 2D layer takes gate (w1) and up (w3) apart, and in GPT-OSS's checkpoints they alternate.
-        interleaved = adapters.model.config.architectures[0] == "GptOssForCausalLM"
-        gate, up_rows = (
-            (slice(0, None, 2), slice(1, None, 2))
-            if interleaved
-            else (
-                slice(0, intermediate),
-                slice(intermediate, None),
-            )
-        )
-        halves = ((0, gate), (2, up_rows))
-    whole: dict[str, Any] = {"experts": experts, "rank_multiple": multiple, "packed_in": name, "local": local}
-    fused = {
-        f"{name}.base_layer": ServedModule(hidden, 2 * intermediate, projections=halves, **whole),
-        name: ServedModule(intermediate, hidden, projections=((1, everything),), **whole),
-    }
-    if not children:
-        return [fused]
-    # vLLM lists them expert by expert: w1 (gate), w2 (down), and w3 (up) where the MoE is gated.
-    kinds = [up, down] if adapters._is_non_gated_moe else [up, down, up]
-    projections = [((projection, everything),) for projection in range(len(kinds))]
-    split = {}
-    for index, child in enumerate(children):
-        expert, projection = divmod(index, len(kinds))
-        split[child] = ServedModule(
-            *kinds[projection],
-            rank_multiple=multiple,
-            packed_in=name,
-            projections=projections[projection],
-            expert=expert - local.start if local.start <= expert < local.stop else -1,
-        )
-    return [split, fused] if adapters._enable_mixed_moe_lora_format else [split]
-
-
-def _linear_modules(adapters: Any, name: str, layer: Any) -> dict[str, ServedModule]:
-    """One runtime module that is no expert layer: the adapter's modules it is made of, and what each takes."""
-    from vllm.lora import layers
-
-    base = layer.base_layer
-    if isinstance(layer, layers.VocabParallelEmbeddingWithLoRA):
-        return {name: ServedModule(base.org_vocab_size, base.embedding_dim)}
-    if isinstance(layer, layers.LogitsProcessorWithLoRA):
-        return {name: ServedModule(layer.hidden_size, base.org_vocab_size)}
-    if not hasattr(base, "input_size"):
-        return {name: ServedModule(None, None)}  # classification heads: vLLM checks these itself
-    sizes = list(getattr(base, "output_sizes", ()) or [base.output_size])
-    if hasattr(base, "total_num_kv_heads"):
-        # output_sizes repeats K and V where ranks outnumber KV heads; an adapter holds each head once.
-        v_head_size = getattr(base, "v_head_size", base.head_size)
-        sizes = [
-            base.total_num_heads * base.head_size,
-            base.total_num_kv_heads * base.head_size,
-            base.total_num_kv_heads * v_head_size,
-        ]
-    children = adapters.packed_modules.get(name)
-    if not children:
-        return {name: ServedModule(base.input_size, sum(sizes))}
-    # Where there are more slices than names, the first name covers several (in_proj_qkv of in_proj_qkvz).
-    lead = len(sizes) - len(children) + 1
-    sizes = [sum(sizes[:lead]), *sizes[lead:]]
-    return {child: ServedModule(base.input_size, size) for child, size in zip(children, sizes, strict=False)}
-
-
-def _expert_help(adapters: Any) -> str:
-    if not adapters._is_moe:
-        return "This model has no routed experts"
-    if adapters._is_3d_moe_model:
-        return (
-            "This engine takes a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to "
-            "serve per-expert adapters start vLLM with enable_mixed_moe_lora_format=True"
-        )
-    if adapters._enable_moe_shared_loras:
-        return "This engine takes experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
-    return (
-        "This engine takes experts one by one; for fused 'experts.base_layer' and 'experts' start vLLM with "
-        "enable_mixed_moe_lora_format=True"
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- helpers
-
-
-def places(model: LoRAModel) -> Iterator[offload.Place]:
-    """Where a registered model holds its tensors: factors, single or per slice, and full modules."""
-    for module in (*model.loras.values(), *getattr(model, "modules_to_save", {}).values()):
-        yield from _lora_places(module)
-
-
-def _lora_places(module: Any) -> Iterator[offload.Place]:
-    """Where one module of a registered model holds its tensors."""
-    if hasattr(module, "weight"):
-        yield module, "weight"
-        if module.bias is not None:
-            yield module, "bias"
-        return
-    for factor in ("lora_a", "lora_b"):
-        value = getattr(module, factor)
-        if isinstance(value, (list, tuple)):
-            if isinstance(value, tuple):
-                value = list(value)
-                setattr(module, factor, value)
-            # By index: a _Spread puts its factors on the device when it is iterated over.
-            yield from ((value, index) for index in range(len(value)) if value[index] is not None)
-        elif value is not None:
-            yield module, factor
-
-
-def registered_model(manager: Any, lora_int_id: int) -> Any:
-    """The model that vLLM has registered under an id, without touching its place in the cache."""
-    return manager._adapter_manager.list_adapters().get(lora_int_id)
-
-
-def bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
-    """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
-    seen = set() if seen is None else seen
-    result: dict[str, int] = {}
-    for key, nbytes in offload.memory(tensors).items():
-        if key not in seen:
-            seen.add(key)
-            result[key[0]] = result.get(key[0], 0) + nbytes
-    return result
 
 
 def _pin_memory() -> bool:

@@ -1,0 +1,256 @@
+"""What an engine's worker serves with LoRA, read from its live layers, and what vLLM reads from an adapter's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lora_mem import checking
+from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
+from lora_mem.vllm_hook import state
+
+if TYPE_CHECKING:
+    from vllm.lora.peft_helper import PEFTHelper
+
+
+def served_model(manager: Any) -> ServedModel:
+    """What a worker's LoRA modules take, read once from its live layers."""
+    if manager not in state.served:
+        state.served[manager] = _read_served_model(manager)
+    return state.served[manager]
+
+
+def _read_served_model(manager: Any) -> ServedModel:
+    from vllm.lora import layers
+    from vllm.lora.utils import is_supported_lora_module
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    adapters = manager._adapter_manager
+    modules: dict[str, ServedModule] = {}
+    complete: dict[str, tuple[frozenset[str], ...]] = {}
+    local_experts: dict[str, int] = {}
+    projections: dict[str, int] = {}
+    repeated: dict[str, dict[int, int]] = {}
+    use_ep = False
+    for name, layer in adapters.modules.items():
+        if isinstance(layer, layers.FusedMoEWithLoRA):
+            layouts = _expert_layouts(adapters, name, layer)
+            for layout in layouts:
+                modules.update(layout)
+            complete[name] = tuple(
+                frozenset(module for module, takes in layout.items() if takes.expert != -1) for layout in layouts
+            )
+            local_experts[name] = layer.local_num_experts
+            projections[name] = 2 if isinstance(layer, layers.FusedMoE3DWithLoRA) else 3
+            repeated[name] = {2: 0} if adapters._is_non_gated_moe else {}
+            use_ep = use_ep or layer.use_ep
+        else:
+            modules.update(_linear_modules(adapters, name, layer))
+
+    # Names by which vLLM also finds a module: a text-only adapter of a multimodal model, a pooling model's without
+    # "model.".
+    aliases = {}
+    for name, module in modules.items():
+        for other in getattr(adapters, "_get_text_lora_names", lambda _: [])(name):
+            aliases[other] = module
+        if adapters.is_pooling_model:
+            aliases[name.removeprefix("model.")] = module
+    modules = aliases | modules
+
+    not_here = tuple(f"{name}." for name, layer in adapters.model.named_modules() if isinstance(layer, PPMissingLayer))
+    # The deployment's target_modules leaves these without slots, by the operator's choice.
+    untargeted: set[str] = set()
+    if manager.lora_config.target_modules is not None:
+        for name, layer in adapters.model.named_modules():
+            if name not in adapters.modules and is_supported_lora_module(name, layer, adapters.supported_lora_modules):
+                prefix, _, last = name.rpartition(".")
+                untargeted.add(name)
+                untargeted.update(f"{prefix}.{child}" for child in adapters.packed_modules_mapping.get(last, ()))
+
+    return ServedModel(
+        modules=modules,
+        complete=complete,
+        ignored=lambda module: module in untargeted or (bool(not_here) and f"{module}.".startswith(not_here)),
+        max_lora_rank=manager.lora_config.max_lora_rank,
+        expert_help=_expert_help(adapters),
+        dtype=manager.lora_config.lora_dtype,
+        local_experts=local_experts,
+        projections=projections,
+        repeated=repeated,
+        share=not use_ep,  # vLLM would unpack the factors once more to slice them
+        aliases=frozenset(aliases),
+    )
+
+
+def _expert_layouts(adapters: Any, name: str, layer: Any) -> list[dict[str, ServedModule]]:
+    """The layouts in which a layer's experts may be given: for each, module name to what it takes."""
+    moe = layer.moe_config
+    experts = layer.global_num_experts
+    # Sizes of the checkpoint: a backend may pad both, and vLLM copies into a corner of the padded slot.
+    hidden = moe.hidden_dim_unpadded or moe.hidden_dim
+    per_rank = moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition
+    intermediate = per_rank * layer.tp_size
+    multiple = layer.tp_size if layer.fully_sharded else 1
+    up, down = (hidden, intermediate), (intermediate, hidden)
+    children = adapters.packed_modules.get(name, [])
+
+    local = slice(0, experts)
+    if layer.use_ep:
+        local = slice(layer.ep_rank * layer.local_num_experts, (layer.ep_rank + 1) * layer.local_num_experts)
+    everything = slice(None)
+
+    if adapters._enable_moe_shared_loras:
+        one, all_ = (1,), (experts,)
+        return [
+            {
+                child: ServedModule(
+                    *(down if projection == 1 else up),
+                    stacked=(all_, one) if projection == 1 else (one, all_),
+                    rank_multiple=multiple,
+                    packed_in=name,
+                    projections=((projection, everything),),
+                    local=local,
+                )
+                for projection, child in enumerate(children)
+            }
+        ]
+    halves: tuple[tuple[int, slice], ...] = ((0, everything),)
+    if not adapters._is_3d_moe_model:
+        # Mixed format: the 2D layer takes gate (w1) and up (w3) apart, and in GPT-OSS's checkpoints they alternate.
+        interleaved = adapters.model.config.architectures[0] == "GptOssForCausalLM"
+        gate, up_rows = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if interleaved
+            else (
+                slice(0, intermediate),
+                slice(intermediate, None),
+            )
+        )
+        halves = ((0, gate), (2, up_rows))
+    whole: dict[str, Any] = {"experts": experts, "rank_multiple": multiple, "packed_in": name, "local": local}
+    fused = {
+        f"{name}.base_layer": ServedModule(hidden, 2 * intermediate, projections=halves, **whole),
+        name: ServedModule(intermediate, hidden, projections=((1, everything),), **whole),
+    }
+    if not children:
+        return [fused]
+    # vLLM lists them expert by expert: w1 (gate), w2 (down), and w3 (up) where the MoE is gated.
+    kinds = [up, down] if adapters._is_non_gated_moe else [up, down, up]
+    projections = [((projection, everything),) for projection in range(len(kinds))]
+    split = {}
+    for index, child in enumerate(children):
+        expert, projection = divmod(index, len(kinds))
+        split[child] = ServedModule(
+            *kinds[projection],
+            rank_multiple=multiple,
+            packed_in=name,
+            projections=projections[projection],
+            expert=expert - local.start if local.start <= expert < local.stop else -1,
+        )
+    return [split, fused] if adapters._enable_mixed_moe_lora_format else [split]
+
+
+def _linear_modules(adapters: Any, name: str, layer: Any) -> dict[str, ServedModule]:
+    """One runtime module that is no expert layer: the adapter's modules it is made of, and what each takes."""
+    from vllm.lora import layers
+
+    base = layer.base_layer
+    if isinstance(layer, layers.VocabParallelEmbeddingWithLoRA):
+        return {name: ServedModule(base.org_vocab_size, base.embedding_dim)}
+    if isinstance(layer, layers.LogitsProcessorWithLoRA):
+        return {name: ServedModule(layer.hidden_size, base.org_vocab_size)}
+    if not hasattr(base, "input_size"):
+        return {name: ServedModule(None, None)}  # classification heads: vLLM checks these itself
+    sizes = list(getattr(base, "output_sizes", ()) or [base.output_size])
+    if hasattr(base, "total_num_kv_heads"):
+        # output_sizes repeats K and V where ranks outnumber KV heads; an adapter holds each head once.
+        v_head_size = getattr(base, "v_head_size", base.head_size)
+        sizes = [
+            base.total_num_heads * base.head_size,
+            base.total_num_kv_heads * base.head_size,
+            base.total_num_kv_heads * v_head_size,
+        ]
+    children = adapters.packed_modules.get(name)
+    if not children:
+        return {name: ServedModule(base.input_size, sum(sizes))}
+    # Where there are more slices than names, the first name covers several (in_proj_qkv of in_proj_qkvz).
+    lead = len(sizes) - len(children) + 1
+    sizes = [sum(sizes[:lead]), *sizes[lead:]]
+    return {child: ServedModule(base.input_size, size) for child, size in zip(children, sizes, strict=False)}
+
+
+def _expert_help(adapters: Any) -> str:
+    if not adapters._is_moe:
+        return "This model has no routed experts"
+    if adapters._is_3d_moe_model:
+        return (
+            "This engine takes a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to "
+            "serve per-expert adapters start vLLM with enable_mixed_moe_lora_format=True"
+        )
+    if adapters._enable_moe_shared_loras:
+        return "This engine takes experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
+    return (
+        "This engine takes experts one by one; for fused 'experts.base_layer' and 'experts' start vLLM with "
+        "enable_mixed_moe_lora_format=True"
+    )
+
+
+def check_config(manager: Any, config: dict[str, Any]) -> PEFTHelper:
+    """vLLM's reading of an adapter's config; refuses one that this worker cannot serve.
+
+    Raises:
+        AdapterError: vLLM refuses it.
+    """
+    helper = peft_helper(config)
+    try:
+        helper.validate_legal(manager.lora_config)
+    except ValueError as error:
+        raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
+    return helper
+
+
+def peft_helper(config: dict[str, Any]) -> PEFTHelper:
+    """vLLM's reading of an adapter's config.
+
+    Raises:
+        AdapterError: vLLM refuses it.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    try:
+        return PEFTHelper.from_dict(config)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise AdapterError(f"vLLM refuses the adapter_config: {error}") from None
+
+
+def rename_mapper(model: Any) -> Any:
+    """What translates names of a checkpoint into the model's own, or None."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+
+
+def read_names(tensors: Iterable[str], helper: PEFTHelper, mapper: Any, skip_prefixes: Any) -> dict[str, TensorName]:
+    """What each tensor's name says, read by vLLM's own parser; without those that vLLM skips."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
+
+    full = set(helper.modules_to_save or ())
+    names: dict[str, TensorName] = {}
+    unreadable: list[str] = []
+    for key in tensors:
+        if is_base_embedding_weights(key) or (skip_prefixes and LoRAModel._should_skip_module(key, skip_prefixes)):
+            continue
+        try:
+            module, is_a = parse_fine_tuned_lora_name(key, mapper)
+            peft_module = parse_fine_tuned_lora_name(key)[0] if mapper is not None else module
+        except ValueError:
+            unreadable.append(key)
+            continue
+        names[key] = TensorName(module, peft_module, is_a, is_full=module in full)
+    if unreadable:
+        raise AdapterError(
+            f"names that are not PEFT's: {', '.join(checking.compact(unreadable))}; a factor is called "
+            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
+            "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
+        )
+    return names

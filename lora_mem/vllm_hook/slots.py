@@ -1,0 +1,280 @@
+"""Parts that a stage has laid out, as vLLM's own models; and a slot of vLLM that is filled while they arrive."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lora_mem.staging import Filler, Part
+from lora_mem.vllm_hook import state
+from lora_mem.vllm_hook.live import slot_buffers
+from lora_mem.vllm_hook.served import served_model
+
+if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
+
+
+class SlotFill(Filler):
+    """One of vLLM's slots, filled while an adapter arrives: its activation then has nothing left to copy.
+
+    The slot is nobody's meanwhile. Where vLLM puts an adapter into it, perhaps the last version back because a step
+    asked for it, the filling is given up, and the activation copies from host memory as ever.
+
+    Args:
+        manager: the worker's.
+        lora_int_id: of the adapter.
+        rank: of its config.
+        parts: those that it is to have.
+
+    Attributes:
+        slot: its index.
+        taken_from_last: whether the last version had to leave it.
+        given_up_because: why the slot does not hold what was filled in, or "".
+
+    Raises:
+        NoSlot: there is none to be had.
+    """
+
+    def __init__(self, manager: Any, lora_int_id: int, rank: int, parts: frozenset[Part]) -> None:
+        adapters = manager._adapter_manager
+        super().__init__(_parts_by_layer(manager, parts))
+        self.lora_int_id = lora_int_id
+        self.parts = parts
+        self.given_up_because = ""
+        self._rank = rank
+        self._manager = weakref.ref(manager)
+        self._streams: set[Any] = set()
+        self._memory = allocations(adapters)
+        if self._asleep():
+            raise NoSlot("vLLM is asleep, and so are its slots")
+        fills = state.fills_of.setdefault(adapters, weakref.WeakValueDictionary())
+        fills.pop(lora_int_id, None)
+        claimed = {fill.slot for fill in fills.values()}
+        free = [slot for slot, other in enumerate(adapters.lora_index_to_id) if other is None and slot not in claimed]
+        self.taken_from_last = not free
+        if self.taken_from_last:
+            if lora_int_id not in adapters._active_adapters:
+                raise NoSlot("no slot is free, and no version of this adapter is in one")
+            if lora_int_id in adapters._active_adapters.pinned_items:
+                raise NoSlot("no slot is free, and the last version of this adapter is pinned to its own")
+            free = [adapters.lora_index_to_id.index(lora_int_id)]
+            adapters.deactivate_adapter(lora_int_id)
+        self.slot: int = free[0]
+        fills[lora_int_id] = self
+        if manager.device.type == "cuda":
+            torch.cuda.synchronize(manager.device)  # a step that reads the slot may be under way on another stream
+
+    def fill(self, module: str, parts: dict[Part, torch.Tensor]) -> bool:
+        """Have vLLM pack a module and put it into the slot, as it does at a load."""
+        from vllm.lora.lora_weights import PackedLoRALayerWeights
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+        manager = self._manager()
+        if manager is None or self.given_up_because:
+            return False
+        if self._asleep():
+            self.give_up("vLLM went to sleep")
+            return False
+        adapters = manager._adapter_manager
+        loras = model_of_parts(manager, parts, self.lora_int_id, self._rank, is_3d=False).loras
+        lora = loras.get(module)
+        if lora is None:  # q, k and v, or gate and up, which vLLM registers together
+            lora = PackedLoRALayerWeights.pack([loras.get(child) for child in adapters.packed_modules[module]])
+        with gpu_sync_allowed(), _flag_beside(adapters.modules[module], self.slot):
+            adapters.modules[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
+        if manager.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(manager.device))
+        return True
+
+    def wait(self) -> None:
+        """Until what was filled in is in the slot."""
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+
+    def give_up(self, because: str) -> None:
+        """The slot does not hold the adapter, or not any more."""
+        self.given_up_because = self.given_up_because or because
+        self.wait()
+
+    def abort(self) -> None:
+        """The adapter does not come: give the slot back to the last version, where it had it."""
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+        self.give_up("aborted")
+        manager = self._manager()
+        if manager is None or not self.taken_from_last or self._asleep():
+            return
+        adapters = manager._adapter_manager
+        registered = self.lora_int_id in adapters.list_adapters()
+        if registered and self.lora_int_id not in adapters._active_adapters and None in adapters.lora_index_to_id:
+            with gpu_sync_allowed():
+                adapters.activate_adapter(self.lora_int_id)
+
+    def _asleep(self) -> bool:
+        return any(one.is_asleep for one in self._memory)
+
+
+@contextmanager
+def _flag_beside(layer: Any, slot: int) -> Iterator[None]:
+    """Let `set_lora` of an expert layer raise the slot's flag on the host, and raise the layer's own afterwards.
+
+    vLLM writes it as `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host would have to wait
+    until the device has done all that came before: with each layer that arrives.
+    """
+    flags = getattr(layer, "adapter_enabled", None)
+    if flags is None:
+        yield
+        return
+    layer.adapter_enabled = torch.empty(flags.shape, dtype=flags.dtype)
+    try:
+        yield
+        raised = int(layer.adapter_enabled[slot])
+    finally:
+        layer.adapter_enabled = flags
+    flags[slot].fill_(raised)
+
+
+class NoSlot(Exception):
+    """Why an adapter's slot is not filled while it arrives."""
+
+
+def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """Parts by the LoRA layer of vLLM that they end up in; without those that are no layer's by this name."""
+    adapters = manager._adapter_manager
+    experts = served_model(manager).projections  # whose parts have their layer's name already
+    layer_of = {name: name for name in adapters.modules}
+    for name, children in adapters.packed_modules.items():
+        if name not in experts:
+            layer_of.update(dict.fromkeys(children, name))
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.module in layer_of:
+            found.setdefault(layer_of[part.module], []).append(part)
+    return found
+
+
+def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
+    """vLLM's activation, of what the adapter's slot does not hold yet."""
+    fills = state.fills_of.get(adapters)
+    if not fills:
+        return original(adapters, lora_id)
+    slots, left = adapters.lora_index_to_id, adapters.modules
+    others: list[int] = []
+    stage, fill = state.staged.get(lora_id), fills.get(lora_id)
+    if stage is not None and stage.fill is fill and adapters.list_adapters().get(lora_id) in stage.models:
+        stage.fill = None
+        if fill is not None and fill.given_up_because:
+            stage.filled, stage.why_not_filled = 0, fill.given_up_because
+        elif fill is not None:
+            del fills[lora_id]
+            left = {name: layer for name, layer in left.items() if name not in fill.filled}
+            others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
+    for other_fill in fills.values():
+        other_fill.wait()  # it may write into the slot that vLLM takes now
+    try:
+        for slot in others:
+            slots[slot] = 0  # no adapter's id, so that vLLM takes ours for the first free one
+        with narrowed(adapters, modules=left):
+            activated = original(adapters, lora_id)
+    except BaseException:
+        for other_fill in fills.values():
+            other_fill.give_up(f"the activation of adapter {lora_id} failed")
+        raise
+    finally:
+        for slot in others:
+            slots[slot] = None
+    for other_fill in fills.values():
+        if other_fill.slot == slots.index(lora_id):
+            other_fill.give_up(f"vLLM put adapter {lora_id} into the slot meanwhile")
+    return activated
+
+
+def allocations(adapters: Any) -> list[Any]:
+    """Those of vLLM's sleep mode in which the slots lie; none where it is not in use."""
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
+    if allocator is None or not allocator.pointer_to_data:
+        return []
+    starts = sorted(allocator.pointer_to_data)
+    found = {}
+    for layer in adapters.modules.values():
+        for tensor in slot_buffers(layer).values():
+            index = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+            if index >= 0:
+                found[starts[index]] = allocator.pointer_to_data[starts[index]]
+    return list(found.values())
+
+
+@contextmanager
+def narrowed(adapter_manager: Any, **attributes: Any) -> Iterator[None]:
+    """Show vLLM a part of its own tables for the time of one call."""
+    own = {name: getattr(adapter_manager, name) for name in attributes}
+    vars(adapter_manager).update(attributes)
+    try:
+        yield
+    finally:
+        vars(adapter_manager).update(own)
+
+
+def model_of_parts(
+    manager: Any, parts: Mapping[Part, torch.Tensor], lora_int_id: int, rank: int, *, is_3d: bool
+) -> LoRAModel:
+    """A model of vLLM's own classes whose tensors are the parts: scaled, and the experts already packed."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    served = served_model(manager)
+    modules: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
+    spread: set[str] = set()
+    for part, tensor in parts.items():
+        modules.setdefault(part.module, {})[part.projection, part.is_a] = tensor
+        if tuple(tensor.shape) != part.shape:
+            spread.add(part.module)
+    loras: dict[str, LoRALayerWeights] = {}
+    for module, factors in modules.items():
+        if module not in served.projections:
+            a, b = factors[0, True], factors[0, False]
+            loras[module] = LoRALayerWeights(module, a.shape[0], a.shape[0], a, b, scaling=1)
+            continue
+        count = served.projections[module]
+        repeated = served.repeated.get(module, {})
+        a_list, b_list = [], []
+        for projection in range(count):
+            own = repeated.get(projection, projection)
+            b_list.append(factors[own, False])
+            # In the fused layout gate and up share one A.
+            a_list.append(factors.get((own, True), factors[0, True]))
+        own_rank = a_list[0].shape[-2]
+        if module in spread:
+            experts = served.local_experts[module]
+            a_list = _Spread(a_list, [experts] * count, manager.device)
+            b_list = _Spread(b_list, [experts] * count, manager.device)
+        ranks: list[int | None] = [own_rank] * count
+        loras[module] = PackedLoRALayerWeights(module, own_rank, ranks, a_list, b_list, [1.0] * count)
+    return LoRAModel(lora_int_id, rank, loras, is_3d_lora_weight=is_3d)
+
+
+class _Spread(list[torch.Tensor]):
+    """Factors of which some are one tensor for all experts, on the host. vLLM's `set_lora` unpacks the list: then, and
+    only then, these cross the link once and are spread over the experts on the device.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], experts: list[int], device: torch.device) -> None:
+        super().__init__(tensors)
+        self.experts = experts
+        self.device = device
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index, experts in enumerate(self.experts):
+            tensor = self[index]
+            if tensor.shape[0] == experts:
+                yield tensor
+            else:
+                yield tensor.to(self.device, non_blocking=True).expand(experts, -1, -1)
