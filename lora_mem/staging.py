@@ -488,6 +488,8 @@ class Receiver:
         self._extra = 0
         self.parts: dict[Part, torch.Tensor] = {}
         self.plans: set[Plan] = set()
+        # Those of one adapter: another stage's, complete meanwhile, may share names with them.
+        self._checked_plans = layout.checked_plans
         self._received: set[str] | None = None  # names; not kept while chunks are those of the last complete adapter
         self.from_device = False
         self.fused = False
@@ -505,7 +507,7 @@ class Receiver:
         """
         names, values = tuple(tensors), list(tensors.values())
         plan = self.layout.plan(names)
-        known = self._received is None and plan in self.layout.checked_plans and plan not in self.plans
+        known = self._received is None and plan in self._checked_plans and plan not in self.plans
         if not known and not self.received.isdisjoint(plan.taken):
             twice = next(name for name in names if name in self.received)
             raise AdapterError(f"{twice} came twice")
@@ -560,7 +562,8 @@ class Receiver:
         self._copies.finish()
         if self.filler is not None:
             self.filler.clear()
-        if self._received is not None or not self.plans or self.plans != self.layout.checked_plans:
+        checked = self.layout.checked_plans
+        if self._received is not None or not checked or not self.plans == self._checked_plans == checked:
             self.layout.check_complete(self.received, self.plans)
 
     def abort(self) -> None:
@@ -570,6 +573,7 @@ class Receiver:
             self.filler.clear()
         self.parts.clear()
         self.plans.clear()
+        self._checked_plans = self.layout.checked_plans
         self._received = None
         self.block.clear()
 

@@ -461,6 +461,40 @@ def test_chunks_seen_before_are_not_taken_on_trust():
                 receive(*wrong)
 
 
+def test_chunks_that_another_stage_makes_known_meanwhile():
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    layout = layout_for(manager, config)
+    names = list(tensors)
+
+    def take(receiver, chunk):
+        receiver.add_all({name: tensors[name] for name in chunk})
+
+    one, two = [names[:12], names[12:]], [names[:6], names[6:18], names[18:]]
+    first, *others = [Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False)) for _ in range(3)]
+    for chunk in one:
+        take(others[0], chunk)
+    others[0].finish()
+    first.abort()  # begins again, and knows these chunks
+    take(first, one[0])
+    for chunk in two:
+        take(others[1], chunk)
+    others[1].finish()
+    with pytest.raises(AdapterError, match="came twice"):
+        take(first, two[1])
+    first.abort()
+    take(first, two[0])
+    others[1].abort()
+    take(others[1], names)
+    others[1].finish()
+    take(first, two[1])
+    with pytest.raises(AdapterError, match="for some experts but not for"):
+        first.finish()
+    take(first, two[2])
+    first.finish()
+
+
 def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     manager, layer = worker("gated")
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
