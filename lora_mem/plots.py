@@ -268,11 +268,12 @@ def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total
     begin, end = shown.start, shown.start + shown.seconds
     rows: dict[str, list[tuple[float, float]]] = {}
     for phase in phases:
-        if phase is not shown and begin <= phase.start < end:
+        if phase is not shown and begin <= phase.start and phase.start + phase.seconds <= end:
             rows.setdefault(phase.name, []).append((phase.start, phase.start + phase.seconds))
     colours = {name: PHASE_COLOURS[number % 3] for number, name in enumerate(rows)}
     for kind, colour in {"kernels": "#bbbbbb", "to host": "#aa3377", "to device": "#66ccee"}.items():
-        found = [(first, min(last, end)) for first, last in read_device(path)[kind] if begin <= first < end]
+        device = read_device(path)[kind]
+        found = [(max(first, begin), min(last, end)) for first, last in device if first < end and last > begin]
         if found:
             rows[f"device: {kind}"] = found
             colours[f"device: {kind}"] = colour

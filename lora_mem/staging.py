@@ -236,7 +236,7 @@ class Layout:
         )
         return Plan(frozenset(taken), tuple(whole), groups)
 
-    def check_complete(self, received: Iterable[str], plans: Collection[Plan] = ()) -> None:
+    def check_complete(self, received: Collection[str], plans: Collection[Plan] = ()) -> None:
         """Refuse an adapter of these tensors where a factor or an expert is missing.
 
         Args:
@@ -246,15 +246,17 @@ class Layout:
         Raises:
             AdapterError: see `check_adapter`.
         """
+        apart = sum(len(plan.taken) for plan in plans) == len(set(received))
+        self.checked_plans = frozenset()
         if self.checked == received:
-            self.checked_plans = frozenset(plans)
+            self.checked_plans = frozenset(plans) if apart else frozenset()
             return
         complete = frozenset(received)
         shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name]) is not None}
         names = {name: self.read[name] for name in shapes}
         check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
         self.checked = complete
-        self.checked_plans = frozenset(plans)
+        self.checked_plans = frozenset(plans) if apart else frozenset()
 
     def knows(self, names: Iterable[str]) -> bool:
         """Whether these are the names of the last adapter that was found complete."""
@@ -377,7 +379,7 @@ class StagedAdapter:
         loaded_in: worker LoRA managers that have built it from this version.
         registered_in: worker LoRA managers that have built it from this or an earlier version.
         models: vLLM's models made of `parts` that are alive: until they are gone, the block cannot be used again.
-        fill: what has filled vLLM's slot while the parts arrived, until vLLM activates them; else None.
+        fill: what has filled vLLM's slot while the parts arrived; None where it was not filled.
         filled: how many of vLLM's modules it filled in.
         why_not_filled: why none, or why not for long, or "".
     """
@@ -512,16 +514,22 @@ class Receiver:
             twice = next(name for name in names if name in self.received)
             raise AdapterError(f"{twice} came twice")
         # One set for a property: 36,864 tensors leave no time for a look at each of them from Python.
-        dtypes = set(map(_DTYPE, values)) if _PLAIN.issuperset(map(type, values)) else set()
-        alike = len(dtypes) == 1
+        plain = _PLAIN.issuperset(map(type, values))
+        dtypes = set(map(_DTYPE, values)) if plain else set()
         chosen = [(group, group.pick(values)) for group in plan.groups]
+        if len(dtypes) > 1:
+            # Those that count, without what vLLM ignores.
+            dtypes = {values[position].dtype for position, _ in plan.whole}
+            dtypes.update(*(map(_DTYPE, members) for _, members in chosen))
+        alike = len(dtypes) == 1
         fit = (
-            all(dtype in CASTABLE for dtype in dtypes)
-            and (bool(dtypes) or not values)
+            plain
+            and all(dtype in CASTABLE for dtype in dtypes if plan.taken)
             and all(_fits([values[position]], source.shape) for position, source in plan.whole)
             # Of those that are stacked the first is enough: `torch.stack` takes what is like it, and nothing else.
             and all(
-                _fits(members[:1] if self._stacks(group, alike) else members, group.shape) for group, members in chosen
+                _fits(members[:1] if self._stacks(group, members, alike) else members, group.shape)
+                for group, members in chosen
             )
         )
         if not fit:
@@ -533,7 +541,7 @@ class Receiver:
             self._take_whole(values[position].detach(), source)
         for group, members in chosen:
             try:
-                self._take_members(group, members, self._stacks(group, alike))
+                self._take_members(group, members, self._stacks(group, members, alike))
             except (RuntimeError, TypeError):
                 if not _fits(members, group.shape):
                     _refuse(plan, names, values)
@@ -593,9 +601,14 @@ class Receiver:
                 value = tensor[source.local]
             self._put(part, value, source.scale)
 
-    def _stacks(self, group: Group, alike: bool) -> bool:
-        """Whether the tensors of a group, of one dtype if `alike`, are stacked as they are."""
-        return alike and group.complete and group.part not in self.parts and self.layout.scales[group.part] is not None
+    def _stacks(self, group: Group, members: Sequence[torch.Tensor], alike: bool) -> bool:
+        """Whether the tensors of a group are stacked as they are; `alike` where all of their chunk have one dtype."""
+        return (
+            group.complete
+            and group.part not in self.parts
+            and self.layout.scales[group.part] is not None
+            and (alike or len(set(map(_DTYPE, members))) == 1)
+        )
 
     def _take_members(self, group: Group, members: tuple[torch.Tensor, ...], stacks: bool) -> None:
         """Experts of one projection: all of them, which are stacked where they can be, or some."""
@@ -769,8 +782,8 @@ def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn
             )
         if tensor.device.type not in HAVE_DATA:
             raise AdapterError(f"cannot read {name} ({tensor.device}); tensors must be on the host or a GPU")
-    ignored = next(name for name, value in zip(names, values, strict=True) if type(value) not in _PLAIN)
-    raise AdapterError(f"{ignored} is not a plain dense torch tensor")
+    ignored = [name for name, value in zip(names, values, strict=True) if type(value) not in _PLAIN]
+    raise AdapterError(f"{(ignored or names)[0]} is not a plain dense torch tensor")
 
 
 def _picker(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

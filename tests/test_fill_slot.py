@@ -239,7 +239,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
         for letter in "AB":
             stage.add_all({name: t for name, t in first.tensors.items() if f"lora_{letter}." in name})
         request = stage.commit()
-    check("the tensors of no module came close together")
+    check("no module came whole and close together (experts in several chunks or scalings do not)")
 
     memory = SimpleNamespace(is_asleep=True)
     monkeypatch.setattr(slots, "allocations", lambda adapters: [memory])
@@ -257,7 +257,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
     check("vLLM went to sleep")
 
 
-def test_the_memory_of_a_sleeping_engine_is_found(hook, manager, monkeypatch):
+def test_the_memory_of_a_sleeping_engine_is_found(llm, hook, manager, versions, monkeypatch):
     cumem = pytest.importorskip("vllm.device_allocator.cumem")
     from vllm.device_allocator import AllocationData
 
@@ -265,11 +265,93 @@ def test_the_memory_of_a_sleeping_engine_is_found(hook, manager, monkeypatch):
     layers = manager._adapter_manager.modules.values()
     buffers = [tensor for layer in layers for tensor in hook.slot_buffers(layer).values()]
     first = min(tensor.data_ptr() for tensor in buffers)
-    ours = AllocationData((0, 2**40, first, 0), "runtime")
-    other = AllocationData((0, 1024, 4096, 0), "weights", is_asleep=True)
-    allocator = SimpleNamespace(pointer_to_data={4096: other, first: ours})
+    ours = AllocationData((0, 2**46, first, 0), "runtime")
+    others = [AllocationData((0, 1024, address, 0), "weights", is_asleep=True) for address in (4096, first - 1024)]
+
+    class Allocator:
+        def __init__(self):
+            self.pointer_to_data = {4096: others[0], first - 1024: others[1], first: ours}
+
+        def sleep(self, offload_tags=None):
+            for buffer in buffers:  # as at level 2: what is not told to be kept is dropped
+                buffer.fill_(float("nan"))
+
+    allocator = Allocator()
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
     assert slots.allocations(manager._adapter_manager) == [ours]
+    # It slept between the commit and the first step.
+    version, second, _ = versions
+    request = fill(version.tensors, version.config)
+    assert one(hook).filled == LAYERS
+    allocator.sleep()
+    assert (one(hook).filled, one(hook).why_not_filled) == (0, "vLLM went to sleep")
+    assert scenarios.generate(llm, request) == version.output
+    # And between two chunks.
+    with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
+        for number, chunk in enumerate(by_layer(second.tensors)):
+            stage.add_all(chunk)
+            if number == 1:
+                allocator.sleep(offload_tags=())
+        request = stage.commit()
+    assert one(hook).why_not_filled == "vLLM went to sleep"
+    assert scenarios.generate(llm, request) == second.output
+    hook.uninstall()
+    assert list(vars(allocator)) == ["pointer_to_data"]
+
+
+def test_a_layer_that_fails_leaves_no_half_adapter_active(llm, hook, manager, versions):
+    first, second, _ = versions
+    request = fill(first.tensors, first.config)
+    assert scenarios.generate(llm, request) == first.output
+    layer = manager._adapter_manager.modules["model.layers.0.self_attn.qkv_proj"]
+
+    def out_of_memory(*arguments):
+        raise RuntimeError("out of memory")
+
+    def broken_off():
+        with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
+            layer.set_lora = out_of_memory  # while it is filled, and when the last version is put back
+            for chunk in reversed(by_layer(second.tensors)):
+                stage.add_all(chunk)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken_off()
+    assert not set(manager._adapter_manager._active_adapters)
+    del layer.set_lora
+    assert scenarios.generate(llm, request) == first.output
+    # Without a fill too: evicted from its slot, and the copy back fails.
+    manager._adapter_manager.deactivate_adapter(1)
+    layer.set_lora = out_of_memory
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.llm_engine.add_lora(request)
+    del layer.set_lora
+    assert scenarios.generate(llm, request) == first.output
+
+
+def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):
+    first, second, third = versions
+    fill(first.tensors, first.config)
+    other = hook.stage_adapter(2, second.tensors, second.config)
+    scenarios.generate(llm, other)
+    assert (one(hook).filled, one(hook).why_not_filled) == (0, "vLLM put adapter 2 into the slot meanwhile")
+    # What is given up claims no slot.
+    hook.drop_adapter(2)
+    with lora_mem.open_stage(3, third.config, fill_slot=True) as stage:
+        stage.add_all(third.tensors)
+        stage.commit()
+    assert one(hook, 3).filled == LAYERS
+    hook.drop_adapter(3)
+    # A newer version that does not come.
+    request = fill(second.tensors, second.config)
+    lora_mem.open_stage(1, third.config, load_inplace=True, fill_slot=True).abort()
+    assert (one(hook).filled, one(hook).why_not_filled) == (0, "another stage of this adapter was opened")
+    assert scenarios.generate(llm, request) == second.output
+    # Where vLLM packs it.
+    hook.install("offload")
+    hook.stage_adapter(1, first.tensors, first.config, load_inplace=True, fill_slot=True)
+    assert one(hook).why_not_filled == "vLLM has to pack it: the strategy is 'offload'"
+    with pytest.raises(AdapterError, match="fill_slot is 'no'; it must be True or False"):
+        hook.stage_adapter(1, first.tensors, first.config, load_inplace=True, fill_slot="no")
 
 
 def test_uninstalled_while_it_arrives(llm, hook, manager, versions):
@@ -442,5 +524,5 @@ def test_a_failed_activation_leaves_no_slot_for_filled():
     found.drop(2)
     found.ask(1)
     found.check()
-    assert vllm_hook._staged[1].why_not_filled == "the activation of adapter 2 failed"
+    assert one(vllm_hook).why_not_filled == "the activation of adapter 2 failed"
     vllm_hook._forget(1)

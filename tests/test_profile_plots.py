@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("torch", reason="needs torch")
 
 from lora_mem import plots
-from lora_mem.profiling import Memory, Phase, Profile, Sample, read_device, read_trace
+from lora_mem.profiling import RANGE, Memory, Phase, Profile, Sample, read_device, read_trace
 
 MIB = 2**20
 RECORDED = Path(__file__).parents[1] / "reports" / "2026-12-01-h200" / "raw"
@@ -124,3 +124,21 @@ def test_a_trace_over_time():
     assert "device: to device" in [label.get_text() for label in plots.plot_trace(TRACE).get_yticklabels()]
     with pytest.raises(ValueError, match="within is 'sync'; the trace's phases are total, stage, transport"):
         plots.plot_trace(TRACE, within="sync")
+
+
+def test_what_the_device_does_across_a_phase_s_border_is_drawn(tmp_path):
+    def event(category, name, begin, micros):
+        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": micros, "args": {"bytes": 8}}
+
+    trace = tmp_path / "trace.json"
+    phases = [event("user_annotation", f"{RANGE}{name}", *when) for name, when in PHASES.items()]
+    device = [event("kernel", "one", 400, 300), event("gpu_memcpy", "Memcpy DtoH", 990, 100)]
+    trace.write_text(json.dumps({"traceEvents": phases + device}))
+    ax = plots.plot_trace(trace, within="load")
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == ["pack", "device: kernels", "device: to host"]
+    spans = [(path.get_extents().x0, path.get_extents().x1) for one in ax.collections for path in one.get_paths()]
+    assert [tuple(round(end, 6) for end in span) for span in spans] == [(0.1, 0.2), (0, 0.2), (0.49, 0.5)]
+
+
+PHASES = {"total": (500, 600), "load": (500, 500), "pack": (600, 100)}

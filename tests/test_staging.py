@@ -434,6 +434,27 @@ def test_one_expert_in_the_middle_that_is_not_like_the_others(dtype, spoil, mess
     receiver.finish()
 
 
+def test_dtypes_of_what_is_ignored_are_nobodys_business(hook):
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    in_two = {name: t.float() if "lora_A" in name else t for name, t in tensors.items()}
+    ignored = "base_model.model.model.embed_tokens.base_layer.weight"
+    layout = hook._layout(manager, config)
+    for extra in (torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(4, 4)):
+        for chunk in ({ignored: extra, **tensors}, {**in_two, ignored: extra}, {ignored: extra}):
+            how = {"fill_slot": True, "parts": layout.parts_of(tensors)}
+            stage = hook.Stage(1, "one", config, manager, layout.nbytes(tensors), load_inplace=True, **how)
+            stage.add_all(chunk)
+            if len(chunk) == 1:
+                stage.add_all(tensors)
+            stage.commit()
+            found = hook.status().adapters[0]
+            assert (found.filled, found.why_not_filled) == (1, "")
+    with pytest.raises(AdapterError, match=r"base_layer\.weight is not a plain dense torch tensor"):
+        hook.Stage(2, "two", config, manager, 1, load_inplace=True).add_all({ignored: [1, 2], **tensors})
+
+
 def test_chunks_seen_before_are_not_taken_on_trust():
     manager, _ = worker("gated")
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}

@@ -47,7 +47,7 @@ from lora_mem.vllm_hook.live import registered_model as registered_model
 from lora_mem.vllm_hook.live import slot_buffers as slot_buffers
 from lora_mem.vllm_hook.served import check_config, peft_helper, read_names, rename_mapper
 from lora_mem.vllm_hook.served import served_model as served_model
-from lora_mem.vllm_hook.slots import NoSlot, SlotFill, activate, model_of_parts, narrowed
+from lora_mem.vllm_hook.slots import NoSlot, SlotFill, activate, let_it_sleep, model_of_parts, narrowed
 from lora_mem.vllm_hook.state import managers as _managers
 from lora_mem.vllm_hook.state import served as _served
 from lora_mem.vllm_hook.state import staged as _staged
@@ -162,6 +162,7 @@ def uninstall() -> None:
     _inactive_because = "uninstall() was called"
     for stage in list(_open.values()):
         stage.abort()
+    let_it_sleep()
     _staged.clear()
     _armed.clear()
     _offloads.clear()
@@ -284,8 +285,8 @@ def status() -> HookStatus:
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
                 predicted=stage.predicted,
                 not_predicted_because=stage.not_predicted_because,
-                filled=stage.filled,
-                why_not_filled=stage.why_not_filled,
+                filled=0 if _given_up(stage) else stage.filled,
+                why_not_filled=_given_up(stage) or stage.why_not_filled,
                 loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
@@ -293,6 +294,11 @@ def status() -> HookStatus:
         ),
         free_block_bytes=_arena.free_bytes,
     )
+
+
+def _given_up(stage: StagedAdapter) -> str:
+    """Why the slot does not hold what a complete stage had filled in, or ""."""
+    return stage.fill.given_up_because if stage.fill is not None else ""
 
 
 # ------------------------------------------------------------------------------------------------------ stage and drop
@@ -334,6 +340,7 @@ def stage_adapter(
     _check_active()
     lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
+    _check_fill_slot(fill_slot)
     config = checking.plain_config(adapter_config)
     dtypes = {manager.lora_config.lora_dtype for manager in _engines()} if check_finite else set()
     checking.check_tensors(tensors, check_finite=check_finite, cast_to=dtypes)
@@ -371,6 +378,8 @@ def stage_adapter(
         copies.close()
     fused = any(".experts.base_layer." in key for key in own)
     adapter = StagedAdapter(lora_int_id, name, config, tensors=own, names=frozenset(own), why_not_laid_out=why_not)
+    if fill_slot:
+        adapter.why_not_filled = f"vLLM has to pack it: {why_not}"
     return _enter(adapter, load_inplace, fused=fused)
 
 
@@ -427,10 +436,14 @@ def open_stage(
         raise AdapterError(f"nbytes is {nbytes!r}; it must be a positive integer, or None to go by target_modules")
     if generations not in (1, 2) or isinstance(generations, bool):
         raise AdapterError(f"generations is {generations!r}; it must be 1 or 2")
-    if not isinstance(fill_slot, bool):
-        raise AdapterError(f"fill_slot is {fill_slot!r}; it must be True or False")
+    _check_fill_slot(fill_slot)
     how: dict[str, Any] = {"load_inplace": load_inplace, "generations": generations, "fill_slot": fill_slot}
     return Stage(lora_int_id, name, config, manager, nbytes, **how)
+
+
+def _check_fill_slot(fill_slot: Any) -> None:
+    if not isinstance(fill_slot, bool):
+        raise AdapterError(f"fill_slot is {fill_slot!r}; it must be True or False")
 
 
 def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) -> int:
@@ -628,7 +641,7 @@ class Stage:
         if fill.parts != parts:
             fill.give_up("other parts came than were announced")
         elif not fill.filled:
-            fill.give_up("the tensors of no module came close together")
+            fill.give_up("no module came whole and close together (experts in several chunks or scalings do not)")
         adapter.filled, adapter.why_not_filled = 0, fill.given_up_because
         if not fill.given_up_because:
             adapter.fill, adapter.filled = fill, len(fill.filled)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +20,8 @@ from lora_mem.vllm_hook.served import served_model
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
+
+logger = logging.getLogger(__name__)
 
 
 class SlotFill(Filler):
@@ -51,11 +55,15 @@ class SlotFill(Filler):
         self._manager = weakref.ref(manager)
         self._streams: set[Any] = set()
         self._memory = allocations(adapters)
+        if self._memory:
+            give_up_when_it_sleeps()
         if self._asleep():
             raise NoSlot("vLLM is asleep, and so are its slots")
         fills = state.fills_of.setdefault(adapters, weakref.WeakValueDictionary())
-        fills.pop(lora_int_id, None)
-        claimed = {fill.slot for fill in fills.values()}
+        last = fills.pop(lora_int_id, None)
+        if last is not None:
+            last.give_up("another stage of this adapter was opened")
+        claimed = {fill.slot for fill in fills.values() if not fill.given_up_because}
         free = [slot for slot, other in enumerate(adapters.lora_index_to_id) if other is None and slot not in claimed]
         self.taken_from_last = not free
         if self.taken_from_last:
@@ -114,8 +122,11 @@ class SlotFill(Filler):
         adapters = manager._adapter_manager
         registered = self.lora_int_id in adapters.list_adapters()
         if registered and self.lora_int_id not in adapters._active_adapters and None in adapters.lora_index_to_id:
-            with gpu_sync_allowed():
-                adapters.activate_adapter(self.lora_int_id)
+            try:
+                with gpu_sync_allowed():
+                    adapters.activate_adapter(self.lora_int_id)
+            except Exception as error:  # must not hide why the stage was left; vLLM will try again when it is asked for
+                logger.warning("adapter %d could not be put back into its slot: %s", self.lora_int_id, error)
 
     def _asleep(self) -> bool:
         return any(one.is_asleep for one in self._memory)
@@ -162,18 +173,27 @@ def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]
 
 def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
     """vLLM's activation, of what the adapter's slot does not hold yet."""
+    try:
+        return _activate(original, adapters, lora_id)
+    except BaseException:
+        # vLLM 0.32 takes it for active before it has copied anything.
+        adapters.deactivate_adapter(lora_id)
+        raise
+
+
+def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
     fills = state.fills_of.get(adapters)
     if not fills:
         return original(adapters, lora_id)
     slots, left = adapters.lora_index_to_id, adapters.modules
     others: list[int] = []
-    stage, fill = state.staged.get(lora_id), fills.get(lora_id)
-    if stage is not None and stage.fill is fill and adapters.list_adapters().get(lora_id) in stage.models:
-        stage.fill = None
-        if fill is not None and fill.given_up_because:
-            stage.filled, stage.why_not_filled = 0, fill.given_up_because
-        elif fill is not None:
-            del fills[lora_id]
+    stage = state.staged.get(lora_id)
+    fill = fills.get(lora_id)
+    if stage is None or stage.fill is not fill or adapters.list_adapters().get(lora_id) not in stage.models:
+        fill = None  # of another version
+    elif fill is not None:
+        del fills[lora_id]
+        if not fill.given_up_because:
             left = {name: layer for name, layer in left.items() if name not in fill.filled}
             others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
     for other_fill in fills.values():
@@ -184,8 +204,8 @@ def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool
         with narrowed(adapters, modules=left):
             activated = original(adapters, lora_id)
     except BaseException:
-        for other_fill in fills.values():
-            other_fill.give_up(f"the activation of adapter {lora_id} failed")
+        for one in [*fills.values(), *([fill] if fill is not None else [])]:
+            one.give_up(f"the activation of adapter {lora_id} failed")
         raise
     finally:
         for slot in others:
@@ -198,18 +218,47 @@ def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool
 
 def allocations(adapters: Any) -> list[Any]:
     """Those of vLLM's sleep mode in which the slots lie; none where it is not in use."""
-    cumem = sys.modules.get("vllm.device_allocator.cumem")
-    allocator = getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
-    if allocator is None or not allocator.pointer_to_data:
+    allocator = _sleep_allocator()
+    if allocator is None:
         return []
     starts = sorted(allocator.pointer_to_data)
     found = {}
     for layer in adapters.modules.values():
         for tensor in slot_buffers(layer).values():
             index = bisect.bisect_right(starts, tensor.data_ptr()) - 1
-            if index >= 0:
-                found[starts[index]] = allocator.pointer_to_data[starts[index]]
+            start = starts[index] if index >= 0 else 0
+            if index >= 0 and tensor.data_ptr() < start + allocator.pointer_to_data[start].handle[1]:
+                found[start] = allocator.pointer_to_data[start]
     return list(found.values())
+
+
+def give_up_when_it_sleeps() -> None:
+    """Trust no slot that was filled before vLLM slept: vLLM 0.32 drops what lies in it at level 2."""
+    allocator = _sleep_allocator()
+    if allocator is None or "sleep" in vars(allocator):
+        return
+    original = allocator.sleep
+
+    @functools.wraps(original)
+    def sleep(*args: Any, **kwargs: Any) -> Any:
+        for fills in list(state.fills_of.values()):
+            for fill in fills.values():
+                fill.give_up("vLLM went to sleep")
+        return original(*args, **kwargs)
+
+    allocator.sleep = sleep
+
+
+def let_it_sleep() -> None:
+    """Put vLLM's own method back."""
+    allocator = _sleep_allocator()
+    if allocator is not None:
+        vars(allocator).pop("sleep", None)
+
+
+def _sleep_allocator() -> Any:
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    return getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
 
 
 @contextmanager
