@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from types import SimpleNamespace
 
@@ -326,6 +327,17 @@ def test_a_layer_that_fails_leaves_no_half_adapter_active(llm, hook, manager, ve
         llm.llm_engine.add_lora(request)
     del layer.set_lora
     assert scenarios.generate(llm, request) == first.output
+
+
+def test_a_layer_that_goes_by_another_name_is_left_to_vllm(hook):
+    manager, _ = worker("gated")
+    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
+    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    parts = hook._layout(manager, config).parts_of(tensors)
+    vllm_hook.SlotFill(manager, 1, RANK, parts)
+    other = dataclasses.replace(next(iter(parts)), module="language_model.model.layers.0.mlp.experts")
+    with pytest.raises(slots.NoSlot, match=r"language_model\..*experts is another name of a layer"):
+        vllm_hook.SlotFill(manager, 1, RANK, parts | {other})
 
 
 def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):

@@ -86,10 +86,13 @@ class SlotFill(Filler):
         manager = self._manager()
         if manager is None or self.given_up_because:
             return False
+        adapters = manager._adapter_manager
         if self._asleep():
             self.give_up("vLLM went to sleep")
             return False
-        adapters = manager._adapter_manager
+        if adapters.lora_index_to_id[self.slot] is not None:
+            self.give_up(f"adapter {adapters.lora_index_to_id[self.slot]} is in the slot")
+            return False
         loras = model_of_parts(manager, parts, self.lora_int_id, self._rank, is_3d=False).loras
         lora = loras.get(module)
         if lora is None:  # q, k and v, or gate and up, which vLLM registers together
@@ -157,7 +160,11 @@ class NoSlot(Exception):
 
 
 def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]]:
-    """Parts by the LoRA layer of vLLM that they end up in; without those that are no layer's by this name."""
+    """Parts by the LoRA layer of vLLM that they end up in.
+
+    Raises:
+        NoSlot: a part is named otherwise than its layer, as in a text-only adapter of a multimodal model.
+    """
     adapters = manager._adapter_manager
     experts = served_model(manager).projections  # whose parts have their layer's name already
     layer_of = {name: name for name in adapters.modules}
@@ -166,8 +173,9 @@ def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]
             layer_of.update(dict.fromkeys(children, name))
     found: dict[str, list[Part]] = {}
     for part in parts:
-        if part.module in layer_of:
-            found.setdefault(layer_of[part.module], []).append(part)
+        if part.module not in layer_of:
+            raise NoSlot(f"{part.module} is another name of a layer, which only vLLM resolves")
+        found.setdefault(layer_of[part.module], []).append(part)
     return found
 
 
@@ -193,7 +201,7 @@ def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> boo
         fill = None  # of another version
     elif fill is not None:
         del fills[lora_id]
-        if not fill.given_up_because:
+        if not fill.given_up_because and slots[fill.slot] is None:
             left = {name: layer for name, layer in left.items() if name not in fill.filled}
             others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
     for other_fill in fills.values():
