@@ -455,11 +455,15 @@ def test_dtypes_of_what_is_ignored_are_nobodys_business(hook):
         hook.Stage(2, "two", config, manager, 1, load_inplace=True).add_all({ignored: [1, 2], **tensors})
 
 
-def test_chunks_seen_before_are_not_taken_on_trust():
+def gated():
+    """The layout of a gated worker's experts, and tensors for it."""
     manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
-    layout = layout_for(manager, config)
+    layout = layout_for(manager, {"r": RANK, "lora_alpha": 8, "target_modules": []})
+    return layout, adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+
+
+def test_chunks_seen_before_are_not_taken_on_trust():
+    layout, tensors = gated()
     names = list(tensors)
     first, second, both = names[0::2], names[1::2], names
     receiver = Receiver(layout, HostBlock(layout.nbytes(tensors), pin=False))
@@ -483,10 +487,7 @@ def test_chunks_seen_before_are_not_taken_on_trust():
 
 
 def test_chunks_that_another_stage_makes_known_meanwhile():
-    manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
-    layout = layout_for(manager, config)
+    layout, tensors = gated()
     names = list(tensors)
 
     def take(receiver, chunk):

@@ -1378,9 +1378,9 @@ def _manager_classes() -> tuple[type, ...]:
 
 
 def _wrappable() -> list[tuple[type, str]]:
-    """Classes and their methods that are wrapped where they define them; the last two only save time.
+    """Classes and their methods that are wrapped where they define them.
 
-    `LRUCacheLoRAModelManager.activate_adapter` calls `super()`.
+    The packing is wrapped to save time only. `LRUCacheLoRAModelManager.activate_adapter` calls `super()`.
     """
     adapters = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
     wrapped = [(cls, method) for cls in _manager_classes() for method in _METHODS]
