@@ -526,10 +526,8 @@ class Receiver:
             plain
             and all(dtype in CASTABLE for dtype in dtypes if plan.taken)
             and all(_fits([values[position]], source.shape) for position, source in plan.whole)
-            # Of those that are stacked the first is enough: `torch.stack` takes what is like it, and nothing else.
             and all(
-                _fits(members[:1] if self._stacks(group, members, alike) else members, group.shape)
-                for group, members in chosen
+                _fits(members, group.shape, stacked=self._stacks(group, members, alike)) for group, members in chosen
             )
         )
         if not fit:
@@ -643,7 +641,9 @@ class Receiver:
         place = self._place(part, part.shape)
         with torch.no_grad():
             if members[0].is_cuda:
-                stack = torch.stack(members)  # new memory, which may be written to
+                self._copies.make_room(place.nbytes)
+                # New memory, which may be written to. `torch.stack` would make a view of each first, which takes longer.
+                stack = torch.cat(members).view(part.shape)
                 self._scale_and_copy(part, stack if stack.dtype == place.dtype else stack.to(place.dtype), scale)
                 return
             if members[0].dtype == place.dtype:
@@ -658,6 +658,7 @@ class Receiver:
         """Copy a value to a part's place: cast, then scaled, as vLLM does it, for the same bits."""
         place = self._place(part, tuple(value.shape))
         if value.is_cuda:
+            self._copies.make_room(place.nbytes)
             own = torch.empty(value.shape, dtype=place.dtype, device=value.device).copy_(value)
             self._scale_and_copy(part, own, scale)
             return
@@ -712,10 +713,13 @@ class _DeviceCopies:
         self.waited = 0.0
         self._also: dict[torch.device, torch.cuda.Stream] = {}
 
-    def start(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy once the current stream's work on `source` is done; waits while too much is under way."""
-        while self._under_way and self._bytes + source.nbytes > MOST_UNDER_WAY:
+    def make_room(self, nbytes: int) -> None:
+        """Wait while so many bytes more would be too much under way; before they are taken from the device's memory."""
+        while self._under_way and self._bytes + nbytes > MOST_UNDER_WAY:
             self._wait_for_oldest()
+
+    def start(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy once the current stream's work on `source` is done."""
         device = source.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -752,12 +756,16 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
 
 
-def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size) -> bool:
-    """Whether tensors are dense, of this shape, and can be read."""
+def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size, *, stacked: bool = False) -> bool:
+    """Whether tensors are dense, of this shape, and can be read.
+
+    Where they will be `stacked`, layout and device of the first are enough: torch takes what is like it, nothing else.
+    """
+    looked_at = tensors[:1] if stacked else tensors
     return (
         set(map(_SHAPE, tensors)) == {shape}
-        and set(map(_LAYOUT, tensors)) == {torch.strided}
-        and all(device.type in HAVE_DATA for device in set(map(_DEVICE, tensors)))
+        and set(map(_LAYOUT, looked_at)) == {torch.strided}
+        and all(device.type in HAVE_DATA for device in set(map(_DEVICE, looked_at)))
     )
 
 

@@ -517,6 +517,37 @@ def test_a_free_slot_leaves_the_last_version_where_it_is():
     vllm_hook._forget(1)
 
 
+@pytest.mark.parametrize("fill_slot", [False, True])
+def test_flags_of_expert_layers_are_written_after_the_copies(fill_slot):
+    # vLLM writes them from pageable memory, in between, and the host would wait for the device each time.
+    vllm_hook.install()
+    found = Worker("gated")
+    own, real, written = found.layer.adapter_enabled, found.layer.set_lora, []
+
+    def seen(*arguments):
+        real(*arguments)
+        written.append((found.layer.adapter_enabled is not own, own.tolist()))
+
+    found.layer.set_lora = seen
+    found.start(1, fill_slot)
+    found.commit(1)
+    found.ask(1)
+    assert written == [(True, [0, 0, 0])]
+    assert found.layer.adapter_enabled is own
+    assert own.tolist() == [1, 0, 0]
+    found.check()
+
+    found.layer.set_lora = lambda *arguments: seen(*arguments) or 1 / 0
+    found.start(2, fill_slot=False)
+    found.commit(2)
+    with pytest.raises(ZeroDivisionError):
+        found.ask(2)
+    assert found.layer.adapter_enabled is own
+    assert own.tolist() == [1, 0, 0]
+    for lora_int_id in (1, 2):
+        vllm_hook._forget(lora_int_id)
+
+
 def test_a_failed_activation_leaves_no_slot_for_filled():
     vllm_hook.install()
     found = Worker("gated")

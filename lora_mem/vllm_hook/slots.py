@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNWRITTEN = -1  # no flag of vLLM's, which are 0 and 1
+
 
 class SlotFill(Filler):
     """One of vLLM's slots, filled while an adapter arrives: its activation then has nothing left to copy.
@@ -97,7 +99,7 @@ class SlotFill(Filler):
         lora = loras.get(module)
         if lora is None:  # q, k and v, or gate and up, which vLLM registers together
             lora = PackedLoRALayerWeights.pack([loras.get(child) for child in adapters.packed_modules[module]])
-        with gpu_sync_allowed(), _flag_beside(adapters.modules[module], self.slot):
+        with gpu_sync_allowed(), _flags_beside([adapters.modules[module]], lambda: self.slot):
             adapters.modules[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
         if manager.device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(manager.device))
@@ -136,23 +138,27 @@ class SlotFill(Filler):
 
 
 @contextmanager
-def _flag_beside(layer: Any, slot: int) -> Iterator[None]:
-    """Let `set_lora` of an expert layer raise the slot's flag on the host, and raise the layer's own afterwards.
+def _flags_beside(layers: Iterable[Any], slot: Callable[[], int]) -> Iterator[None]:
+    """Let `set_lora` of expert layers write a slot's flags to host memory, and write the layers' own afterwards.
 
-    vLLM writes it as `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host would have to wait
-    until the device has done all that came before: with each layer that arrives.
+    vLLM does it by `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host waits until the device
+    has done all that came before: twice a layer, and the link is idle meanwhile.
     """
-    flags = getattr(layer, "adapter_enabled", None)
-    if flags is None:
-        yield
-        return
-    layer.adapter_enabled = torch.empty(flags.shape, dtype=flags.dtype)
+    flags = {layer: layer.adapter_enabled for layer in layers if hasattr(layer, "adapter_enabled")}
+    for layer, own in flags.items():
+        layer.adapter_enabled = torch.full(own.shape, _UNWRITTEN, dtype=own.dtype)
+    beside: list[torch.Tensor] = []
     try:
         yield
-        raised = int(layer.adapter_enabled[slot])
+        beside = [layer.adapter_enabled for layer in flags]
     finally:
-        layer.adapter_enabled = flags
-    flags[slot].fill_(raised)
+        for layer, own in flags.items():
+            layer.adapter_enabled = own
+    if beside:
+        index = slot()
+        for own, written in zip(flags.values(), beside, strict=True):
+            if written[index] != _UNWRITTEN:
+                own[index].fill_(int(written[index]))
 
 
 class NoSlot(Exception):
@@ -190,14 +196,15 @@ def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool
 
 
 def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
-    fills = state.fills_of.get(adapters)
-    if not fills:
-        return original(adapters, lora_id)
+    fills = state.fills_of.get(adapters, {})
     slots, left = adapters.lora_index_to_id, adapters.modules
     others: list[int] = []
     stage = state.staged.get(lora_id)
+    ours = stage is not None and bool(stage.parts) and adapters.list_adapters().get(lora_id) in stage.models
+    if not fills and not ours:
+        return original(adapters, lora_id)
     fill = fills.get(lora_id)
-    if stage is None or stage.fill is not fill or adapters.list_adapters().get(lora_id) not in stage.models:
+    if stage is None or stage.fill is not fill or not ours:
         fill = None  # of another version
     elif fill is not None:
         del fills[lora_id]
@@ -206,10 +213,11 @@ def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> boo
             others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
     for other_fill in fills.values():
         other_fill.wait()  # it may write into the slot that vLLM takes now
+    flagged = left.values() if ours else ()
     try:
         for slot in others:
             slots[slot] = 0  # no adapter's id, so that vLLM takes ours for the first free one
-        with narrowed(adapters, modules=left):
+        with narrowed(adapters, modules=left), _flags_beside(flagged, lambda: int(slots.index(lora_id))):
             activated = original(adapters, lora_id)
     except BaseException:
         for one in [*fills.values(), *([fill] if fill is not None else [])]:
