@@ -47,8 +47,10 @@ HOLDERS = ("packed", "staged", "slots")
 BLOCK_ALIGNMENT = 256
 """Bytes. Each tensor in a block of `stage` starts at a multiple of it."""
 MOST_UNDER_WAY = 136 * 1024**2
-"""Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host; one larger part may alone. A
-layer of Qwen3-30B-A3B at rank 64 has 132 MiB: it does not wait for its own copies."""
+"""Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host; a larger part may alone.
+
+A layer of Qwen3-30B-A3B at rank 64 has 132 MiB, and so does not wait for its own copies.
+"""
 
 
 def gib(size: int) -> str:

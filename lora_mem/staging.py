@@ -642,7 +642,7 @@ class Receiver:
         with torch.no_grad():
             if members[0].is_cuda:
                 self._copies.make_room(place.nbytes)
-                # New memory, which may be written to. `torch.stack` would make a view of each first, which takes longer.
+                # New memory, which may be written to. `torch.stack` makes a view of each first, which takes longer.
                 stack = torch.cat(members).view(part.shape)
                 self._scale_and_copy(part, stack if stack.dtype == place.dtype else stack.to(place.dtype), scale)
                 return

@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +196,7 @@ def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool
 
 
 def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
-    fills = state.fills_of.get(adapters, {})
+    fills: MutableMapping[int, SlotFill] = state.fills_of.get(adapters, {})
     slots, left = adapters.lora_index_to_id, adapters.modules
     others: list[int] = []
     stage = state.staged.get(lora_id)
