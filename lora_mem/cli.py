@@ -279,7 +279,10 @@ def bench(
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's; room must be left for two adapters.")] = 0.62,
     as_json: AsJson = False,
 ) -> None:
-    """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes."""
+    """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes.
+
+    Exit code 0: tokens and slots are equal, 1: they differ.
+    """
     from lora_mem.bench import WAYS, engine_config, run
     from lora_mem.progress import say
 
@@ -310,7 +313,8 @@ def bench(
         print(title)
         _print_table("", columns, rows, plain=True)
         print("tokens equal" if result.tokens_equal else "TOKENS DIFFER")
-    raise typer.Exit(0 if result.tokens_equal else 1)
+        print("slots equal" if result.slots_equal else "SLOTS DIFFER")
+    raise typer.Exit(0 if result.tokens_equal and result.slots_equal else 1)
 
 
 @app.command()

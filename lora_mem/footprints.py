@@ -47,9 +47,10 @@ HOLDERS = ("packed", "staged", "slots")
 BLOCK_ALIGNMENT = 256
 """Bytes. Each tensor in a block of `stage` starts at a multiple of it."""
 MOST_UNDER_WAY = 136 * 1024**2
-"""Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host; a larger part may alone.
+"""Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host.
 
-A layer of Qwen3-30B-A3B at rank 64 has 132 MiB, and so does not wait for its own copies.
+A layer of Qwen3-30B-A3B at rank 64 has 132 MiB, and so does not wait for its own copies. Of larger parts two may wait:
+one is made while the other is copied.
 """
 
 
@@ -420,8 +421,8 @@ def footprint(
         - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in, the caller's own tensors
           left out for stage, which copies them.
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
-            on the host). stage: slots + what may be under way: 136 MiB or the largest packed tensor, or the whole
-            adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
+            on the host). stage: slots + what may be under way: 136 MiB or twice the largest packed tensor, or the
+            whole adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
             vLLM lets an adapter that is replaced go before it packs the new one; the host holds both while the new one
             is received.
         - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
@@ -607,7 +608,7 @@ def combine(
 
 def most_under_way(packed: int, largest: int) -> int:
     """Bytes that `stage` can have on the GPU at once of an adapter, given its largest packed tensor."""
-    return min(packed, max(MOST_UNDER_WAY, largest))
+    return min(packed, max(MOST_UNDER_WAY, 2 * largest))
 
 
 def padding(slots: int, rank: int, max_lora_rank: int) -> int:

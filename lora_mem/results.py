@@ -110,8 +110,13 @@ class Bench:
     skipped: dict[str, str] = field(default_factory=dict)
 
     @property
-    def tokens_equal(self) -> bool:
-        """Whether every sync of the same version gave the same tokens, before and after its rebuild."""
+    def tokens_equal(self) -> bool | None:
+        """Whether every sync of the same version gave the same tokens, before and after its rebuild.
+
+        None where nothing was generated.
+        """
+        if not any(sync.tokens or sync.rebuilt_tokens for sync in self.syncs):
+            return None
         return self._equal(lambda sync: {sync.tokens, sync.rebuilt_tokens})
 
     @property

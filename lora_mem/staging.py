@@ -715,7 +715,7 @@ class _DeviceCopies:
 
     def make_room(self, nbytes: int) -> None:
         """Wait while so many bytes more would be too much under way; before they are taken from the device's memory."""
-        while self._under_way and self._bytes + nbytes > MOST_UNDER_WAY:
+        while self._under_way and self._bytes + nbytes > max(MOST_UNDER_WAY, 2 * nbytes):
             self._wait_for_oldest()
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -56,6 +56,7 @@ def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
         assert found.max_lora_rank == 16
         assert found.slots_equal
         assert {sync.tokens for sync in found.syncs} == {()}
+        assert found.tokens_equal is None  # of nothing that could have differed
         assert len({sync.slots for sync in found.syncs}) == 2  # one for each version
         for sync in found.syncs:
             assert sync.held["slots"] == {"cpu": found.predicted["slot_bytes"]}
@@ -64,6 +65,7 @@ def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
     assert benches[1].packed_bytes == 2 * benches[0].packed_bytes
     first, *others = benches[0].syncs
     assert not replace(benches[0], syncs=(replace(first, rebuilt_slots="0"), *others)).slots_equal
+    assert replace(benches[0], syncs=(replace(first, tokens=(1,)), *others)).tokens_equal is False
 
 
 def test_the_config_of_an_engine_is_cut_where_it_lists_layers():
