@@ -421,8 +421,8 @@ def footprint(
         - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in, the caller's own tensors
           left out for stage, which copies them.
             keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
-            on the host). stage: slots + what may be under way: 136 MiB or twice the largest packed tensor, or the
-            whole adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
+            on the host). stage: slots + what may be under way: 136 MiB or twice the largest packed tensor, or the whole
+            adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
             vLLM lets an adapter that is replaced go before it packs the new one; the host holds both while the new one
             is received.
         - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
