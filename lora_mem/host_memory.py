@@ -57,13 +57,14 @@ class _Mapping(mmap.mmap):
     registered_at = 0
     registered_bytes = 0
 
-    def register(self, address: int, nbytes: int) -> int:
-        """Page-lock the first `nbytes`; returns CUDA's error code."""
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Page-lock the first `nbytes`; returns why that failed, or None."""
         error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if not error:
-            self.registered_at, self.registered_bytes = address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            _pinned(address, self.registered_bytes)
-        return error
+        if error:
+            return f"cudaHostRegister of {nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
+        self.registered_at, self.registered_bytes = address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        _pinned(address, self.registered_bytes)
+        return None
 
     def unregister(self) -> None:
         """Let go of the page lock, where there is one."""
@@ -167,9 +168,7 @@ class HostBlock:
         self._mapping.unregister()
         self._mapping.madvise(mmap.MADV_DONTNEED, keep, tail)
         if pinned and keep:
-            error = self._mapping.register(pinned, keep)
-            if error:
-                self.unpinned_because = f"cudaHostRegister of {keep} bytes failed with CUDA error {error}"
+            self.unpinned_because = self._mapping.register(pinned, keep)
 
     def _page_lock(self, mapping: _Mapping) -> str | None:
         if self.nbytes == 0:
@@ -181,10 +180,7 @@ class HostBlock:
         mapping.madvise(mmap.MADV_DONTFORK)
         _touch(address, self.nbytes)
         torch.cuda.init()
-        error = mapping.register(address, self.nbytes)
-        if error:
-            return f"cudaHostRegister of {self.nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
-        return None
+        return mapping.register(address, self.nbytes)
 
 
 class Arena:

@@ -379,9 +379,8 @@ class StagedAdapter:
         loaded_in: worker LoRA managers that have built it from this version.
         registered_in: worker LoRA managers that have built it from this or an earlier version.
         models: vLLM's models made of `parts` that are alive: until they are gone, the block cannot be used again.
-        fill: what has filled vLLM's slot while the parts arrived; None where it was not filled.
-        filled: how many of vLLM's modules it filled in.
-        why_not_filled: why none, or why not for long, or "".
+        fill: what has filled vLLM's slot while the parts arrived; None where nothing was to.
+        why_not_filled: why not, or "".
     """
 
     lora_int_id: int
@@ -402,7 +401,6 @@ class StagedAdapter:
     registered_in: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     fill: Any = None
-    filled: int = 0
     why_not_filled: str = "not asked for"
     _directory: tempfile.TemporaryDirectory[str] | None = None
 

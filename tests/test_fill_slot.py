@@ -504,7 +504,7 @@ def test_a_free_slot_leaves_the_last_version_where_it_is():
         assert found.adapters.lora_index_to_id == before
         found.check()
         found.commit(1)
-        assert vllm_hook._staged[1].filled == 1
+        assert vllm_hook._staged[1].fill.filled == {NAME}
         calls = []
         real = found.layer.set_lora
         found.layer.set_lora = lambda *arguments, calls=calls, real=real: calls.append(arguments) or real(*arguments)

@@ -285,8 +285,8 @@ def status() -> HookStatus:
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
                 predicted=stage.predicted,
                 not_predicted_because=stage.not_predicted_because,
-                filled=0 if _given_up(stage) else stage.filled,
-                why_not_filled=_given_up(stage) or stage.why_not_filled,
+                filled=0 if stage.fill is None or stage.fill.given_up_because else len(stage.fill.filled),
+                why_not_filled=stage.why_not_filled if stage.fill is None else stage.fill.given_up_because,
                 loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
                 offload=_offloads.get(stage.lora_int_id),
             )
@@ -294,11 +294,6 @@ def status() -> HookStatus:
         ),
         free_block_bytes=_arena.free_bytes,
     )
-
-
-def _given_up(stage: StagedAdapter) -> str:
-    """Why the slot does not hold what a complete stage had filled in, or ""."""
-    return stage.fill.given_up_because if stage.fill is not None else ""
 
 
 # ------------------------------------------------------------------------------------------------------ stage and drop
@@ -540,12 +535,10 @@ class Stage:
             self._adapter.why_not_filled = "by nbytes alone nobody knows which parts will come"
             return None
         try:
-            fill = SlotFill(self._manager, self.lora_int_id, int(self._adapter.config["r"]), parts)
+            return SlotFill(self._manager, self.lora_int_id, int(self._adapter.config["r"]), parts)
         except NoSlot as error:
             self._adapter.why_not_filled = str(error)
             return None
-        self._adapter.why_not_filled = ""
-        return fill
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """One tensor, by its PEFT name; see `add_all`, which is faster for many."""
@@ -634,7 +627,7 @@ class Stage:
 
     def _close_fill(self, parts: Collection[Part]) -> None:
         """Leave the filled slot to the adapter's activation."""
-        fill, adapter = self._fill, self._adapter
+        fill, self._fill = self._fill, None
         if fill is None:
             return
         fill.wait()
@@ -642,10 +635,7 @@ class Stage:
             fill.give_up("other parts came than were announced")
         elif not fill.filled:
             fill.give_up("no module came whole and close together (experts in several chunks or scalings do not)")
-        adapter.filled, adapter.why_not_filled = 0, fill.given_up_because
-        if not fill.given_up_because:
-            adapter.fill, adapter.filled = fill, len(fill.filled)
-        self._fill = None
+        self._adapter.fill = fill
 
     def __enter__(self) -> Stage:
         """The stage."""

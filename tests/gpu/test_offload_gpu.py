@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lora_mem.host_memory import HostBlock  # noqa: E402
+from lora_mem.host_memory import HostBlock, resident  # noqa: E402
 from lora_mem.offload import move_to_host  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -59,18 +59,18 @@ def test_values_strides_and_sharing_are_kept_and_no_gpu_memory_is_left():
 
 
 def test_a_block_is_exact_pinned_and_given_back():
-    before = _resident()
+    before = resident()
     block = HostBlock(512 * MIB)
     assert block.pinned
     tensor = block.take((256 * MIB,), torch.bfloat16)
     assert tensor.is_pinned()
-    assert _resident() - before < 520 * MIB
+    assert resident() - before < 520 * MIB
     source = torch.randn(256 * MIB, device="cuda", dtype=torch.bfloat16)
     tensor.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(tensor, source.cpu())
     del block, tensor
-    assert _resident() - before < 8 * MIB + 512 * MIB  # source.cpu() may be cached by the C library
+    assert resident() - before < 8 * MIB + 512 * MIB  # source.cpu() may be cached by the C library
     with pytest.raises(MemoryError, match="16 bytes asked for"):
         HostBlock(8).take((4,), torch.float32)
 
@@ -81,9 +81,9 @@ def test_a_block_that_is_shrunk_stays_page_locked_as_far_as_it_is_used():
     tensor = block.take((16 * MIB,), torch.bfloat16)
     source = torch.randn(16 * MIB, device="cuda", dtype=torch.bfloat16)
     tensor.copy_(source)
-    before = _resident()
+    before = resident()
     block.shrink()
-    assert before - _resident() > 470 * MIB
+    assert before - resident() > 470 * MIB
     assert HostBlock.pinned_bytes - pinned == block.nbytes == 32 * MIB
     assert tensor.is_pinned()
     assert torch.equal(tensor.cuda(), source)
@@ -97,8 +97,3 @@ def test_a_pinned_host_tensor_stays_as_it_is():
     moved = move_to_host([[(holder, "pinned")]], pin=True)
     assert holder["pinned"] is pinned
     assert moved.copies == 0
-
-
-def _resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
