@@ -220,7 +220,7 @@ def check_tensors(
     wrong_type = [
         f"{name} ({type(tensor).__name__})"
         for name, tensor in tensors.items()
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested
     ]
     if wrong_type:
         raise AdapterError(

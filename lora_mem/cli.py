@@ -281,7 +281,7 @@ def bench(
 ) -> None:
     """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes.
 
-    Exit code 0: tokens and slots are equal, 1: they differ.
+    Exit code 0: tokens and slots are equal, 1: they differ, 2: nothing was run.
     """
     from lora_mem.bench import WAYS, engine_config, run
     from lora_mem.progress import say
@@ -312,9 +312,11 @@ def bench(
         title, columns, rows = result.table()
         print(title)
         _print_table("", columns, rows, plain=True)
-        print("tokens equal" if result.tokens_equal else "TOKENS DIFFER")
-        print("slots equal" if result.slots_equal else "SLOTS DIFFER")
-    raise typer.Exit(0 if result.tokens_equal and result.slots_equal else 1)
+        tokens = {True: "tokens equal", False: "TOKENS DIFFER", None: "no tokens to compare"}
+        print(tokens[result.tokens_equal], "slots equal" if result.slots_equal else "SLOTS DIFFER", sep="\n")
+    if not result.syncs:
+        _fail(RuntimeError("nothing was run: " + "; ".join(f"{way}: {why}" for way, why in result.skipped.items())))
+    raise typer.Exit(0 if result.tokens_equal is not False and result.slots_equal else 1)
 
 
 @app.command()

@@ -41,7 +41,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         - `node_host_bytes`, `node_host_pinned_bytes`: host bytes times the workers of this host, which vLLM tells.
         - `gpu_sync_peak_bytes`: what these tensors had to take on the GPU at once while the adapter was brought in.
           A sum of the sizes above, since tensors do not tell of their past; the allocator's peak is for a profile. Of a
-          laid-out adapter it is the slots and what may be under way, as in a prediction.
+          laid-out adapter it is the slots and what may be under way, as in a prediction of one in the slots' dtype.
 
         On a worker without a GPU all memory is the host's: adapters count as where the hook's strategy has them.
 

@@ -520,13 +520,10 @@ class Receiver:
             dtypes = {values[position].dtype for position, _ in plan.whole}
             dtypes.update(*(map(_DTYPE, members) for _, members in chosen))
         alike = len(dtypes) == 1
-        fit = (
-            plain
-            and all(dtype in CASTABLE for dtype in dtypes if plan.taken)
-            and all(_fits([values[position]], source.shape) for position, source in plan.whole)
-            and all(
-                _fits(members, group.shape, stacked=self._stacks(group, members, alike)) for group, members in chosen
-            )
+        fit = plain and all(dtype in CASTABLE for dtype in dtypes if plan.taken)
+        fit = fit and all(_fits([values[position]], source.shape) for position, source in plan.whole)
+        fit = fit and all(
+            _fits(members, group.shape, stacked=self._stacks(group, members, alike)) for group, members in chosen
         )
         if not fit:
             _refuse(plan, names, values)
@@ -709,7 +706,8 @@ class _DeviceCopies:
         self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._bytes = 0
         self.waited = 0.0
-        self._also: dict[torch.device, torch.cuda.Stream] = {}
+        self._worked_on: dict[torch.device, torch.cuda.Stream] = {}
+        self._also: set[torch.device] = set()
 
     def make_room(self, nbytes: int) -> None:
         """Wait while so many bytes more would be too much under way; before they are taken from the device's memory."""
@@ -722,7 +720,7 @@ class _DeviceCopies:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(self._current_stream(device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         # Held until the copy is done: the allocator would hand the memory to the current stream's next tensor.
@@ -732,15 +730,26 @@ class _DeviceCopies:
 
     def also_wait_for(self, device: torch.device) -> None:
         """Copies were issued on the current stream of a device."""
-        self._also[device] = torch.cuda.current_stream(device)
+        self._current_stream(device)
+        self._also.add(device)
 
     def finish(self) -> None:
         """Wait for all copies."""
         while self._under_way:
             self._wait_for_oldest()
-        for stream in self._also.values():
-            stream.synchronize()
+        for device in self._also:
+            self._worked_on[device].synchronize()
         self._also.clear()
+
+    def _current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The current stream, which comes after the one that was current before, where that was another."""
+        current = torch.cuda.current_stream(device)
+        before = self._worked_on.get(device)
+        if before != current:
+            if before is not None:
+                current.wait_stream(before)
+            self._worked_on[device] = current
+        return current
 
     def _wait_for_oldest(self) -> None:
         event, source = self._under_way.popleft()
@@ -760,8 +769,12 @@ def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size, *, stacked: bool =
     Where they will be `stacked`, layout and device of the first are enough: torch takes what is like it, nothing else.
     """
     looked_at = tensors[:1] if stacked else tensors
+    try:
+        shapes = set(map(_SHAPE, tensors))
+    except RuntimeError:  # a nested tensor has none
+        return False
     return (
-        set(map(_SHAPE, tensors)) == {shape}
+        shapes == {shape}
         and set(map(_LAYOUT, looked_at)) == {torch.strided}
         and all(device.type in HAVE_DATA for device in set(map(_DEVICE, looked_at)))
     )
@@ -775,8 +788,9 @@ def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn
             expected[position] = group
     for position, place in sorted(expected.items()):
         name, tensor = names[position], values[position]
-        if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
-            raise AdapterError(f"{name} is a {type(tensor).__name__}; it must be a plain dense torch tensor")
+        if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested tensor" if getattr(tensor, "is_nested", False) else type(tensor).__name__
+            raise AdapterError(f"{name} is a {kind}; it must be a plain dense torch tensor")
         if tensor.shape != place.shape:
             raise AdapterError(
                 f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(place.shape)} (by "

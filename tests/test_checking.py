@@ -134,6 +134,7 @@ def test_tensors_of_the_wrong_kind_are_refused():
         ({1: good}, "names must be strings, got 1"),
         ({"a": [1.0]}, r"only plain dense torch tensors can be staged, got a \(list\)"),
         ({"a": good.to_sparse()}, "only plain dense torch tensors"),
+        ({"a": torch.nested.nested_tensor([good])}, "only plain dense torch tensors"),
         ({"a": good.to("meta")}, r"cannot read a \(meta\); tensors must be on the host or a GPU"),
         ({"a": good.to(torch.int8)}, r"cannot cast a \(torch.int8\); allowed are torch.bfloat16"),
         ({"a": good.to(torch.complex64)}, "cannot cast a"),

@@ -548,6 +548,55 @@ def test_flags_of_expert_layers_are_written_after_the_copies(fill_slot):
         vllm_hook._forget(lora_int_id)
 
 
+def test_flags_of_the_version_before_are_written_after_the_copies_too():
+    vllm_hook.install()
+    found = Worker("gated")
+    for lora_int_id in (1, 2, 3):  # two slots: the first is out of them again
+        found.start(lora_int_id, fill_slot=False)
+        found.commit(lora_int_id)
+        found.ask(lora_int_id)
+    found.start(1, fill_slot=False)
+    found.commit(1)
+    own, real, beside = found.layer.adapter_enabled, found.layer.set_lora, []
+    found.layer.set_lora = lambda *args: beside.append(found.layer.adapter_enabled is not own) or real(*args)
+    found.ask_the_last(1)
+    assert beside == [True]
+    found.check()
+    for lora_int_id in (1, 2, 3):
+        vllm_hook._forget(lora_int_id)
+
+
+@pytest.mark.parametrize("fill_slot", [False, True])
+def test_flags_beside_lie_on_the_host_whatever_torch_s_default_device(fill_slot):
+    vllm_hook.install()
+    found = Worker("gated")
+    found.start(1, fill_slot)
+    found.commit(1)
+    with torch.device("meta"):
+        found.ask(1)
+    found.check()
+    vllm_hook._forget(1)
+
+
+@pytest.mark.parametrize("flags", [None, torch.zeros(3, dtype=torch.bool), torch.zeros(3, 1, dtype=torch.int)])
+def test_flags_of_another_kind_are_left_to_vllm(flags):
+    layer = SimpleNamespace(adapter_enabled=flags)
+    assert not slots._has_flags(layer)
+    assert not slots._has_flags(SimpleNamespace())
+
+
+def test_a_layer_that_goes_by_two_names_is_not_emptied_after_it_was_filled():
+    vllm_hook.install()
+    found = Worker("gated")
+    found.adapters.modules = {"model.alias.experts": found.layer, NAME: found.layer}
+    found.start(1, fill_slot=True)
+    found.commit(1)
+    found.ask(1)
+    assert one(vllm_hook).filled == 1
+    found.check()
+    vllm_hook._forget(1)
+
+
 def test_a_failed_activation_leaves_no_slot_for_filled():
     vllm_hook.install()
     found = Worker("gated")

@@ -21,7 +21,7 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
 from vllm.lora.model_manager import AdapterLRUCache, LoRAModelManager
 
-from lora_mem import checking, vllm_hook
+from lora_mem import checking, staging, vllm_hook
 from lora_mem.checking import AdapterError
 from lora_mem.host_memory import HostBlock
 from lora_mem.staging import Layout, Receiver, StagedAdapter
@@ -404,6 +404,34 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     assert vllm_hook._announced_bytes(manager, adapter_config) == receiver.block.nbytes
 
 
+class Stream:
+    """Stands in for a CUDA stream: knows which others it comes after."""
+
+    def __init__(self):
+        self.after = {self}
+        self.synchronized = False
+
+    def wait_stream(self, other):
+        self.after |= other.after
+
+    def synchronize(self):
+        for stream in self.after:
+            stream.synchronized = True
+
+
+def test_chunks_that_come_on_several_streams_are_all_waited_for(monkeypatch):
+    device, streams = torch.device("cuda", 0), [Stream() for _ in range(3)]
+    copies = staging._DeviceCopies()
+    for stream in [*streams, streams[0]]:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        copies.also_wait_for(device)
+    # Parts that were made on one stream are read on the next: by a slot that is filled.
+    assert streams[1].after >= set(streams[:2])
+    assert streams[2].after >= set(streams)
+    copies.finish()
+    assert all(stream.synchronized for stream in streams)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("spoil", "message"),
@@ -417,6 +445,7 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
         (lambda tensor: tensor.to("meta"), r"cannot read .*\(meta\)"),
         (lambda tensor: tensor.to(torch.int8), r"cannot cast .*\(torch.int8\)"),
         (lambda tensor: tensor.tolist(), "is a list; it must be a plain dense torch tensor"),
+        (lambda tensor: torch.nested.nested_tensor([tensor]), "is a nested tensor; it must be a plain dense torch"),
     ],
 )
 def test_one_expert_in_the_middle_that_is_not_like_the_others(dtype, spoil, message):

@@ -48,6 +48,7 @@ from lora_mem.vllm_hook.live import slot_buffers as slot_buffers
 from lora_mem.vllm_hook.served import check_config, peft_helper, read_names, rename_mapper
 from lora_mem.vllm_hook.served import served_model as served_model
 from lora_mem.vllm_hook.slots import NoSlot, SlotFill, activate, let_it_sleep, model_of_parts, narrowed
+from lora_mem.vllm_hook.state import laid_out as _laid_out
 from lora_mem.vllm_hook.state import managers as _managers
 from lora_mem.vllm_hook.state import served as _served
 from lora_mem.vllm_hook.state import staged as _staged
@@ -412,8 +413,9 @@ def open_stage(
             else copies the whole adapter back over the link, has nothing left to copy. Into a free slot, or else into
             that of the adapter's last version, which leaves it meanwhile and stays registered: a step that asks for it
             finds it put back, as does whoever aborts, and the activation copies as ever. For an engine that runs no
-            step in another thread while chunks arrive. Takes at most one module's factors more of the GPU; modules
-            whose tensors do not come close together are left to the activation. `status()` says what became of it.
+            step in another thread while chunks arrive. What waits for the rest of its module takes as much
+            of the GPU as that module at most, or 136 MiB where that is more; modules whose tensors do not come close
+            together are left to the activation. `status()` says what became of it.
 
     Raises:
         AdapterError: the id, the name or the config is refused, another stage of this id is open, or no engine of this
@@ -1140,7 +1142,9 @@ def _load_staged(original: Callable[..., Any], manager: Any, request: LoRAReques
             _check_fits(manager, stage)
         rank = peft_helper(stage.config).r
         is_3d = request.is_3d_lora_weight
-        return _made_here(model_of_parts(manager, stage.parts, stage.lora_int_id, rank, is_3d=is_3d), stage)
+        made = model_of_parts(manager, stage.parts, stage.lora_int_id, rank, is_3d=is_3d)
+        _laid_out.add(made)
+        return _made_here(made, stage)
     _check_for_manager(manager, stage.tensors, stage.config)
     # vLLM reads the config from a file and the tensors through this class: both are replaced for one call.
     had_own = "_lora_model_cls" in vars(manager)

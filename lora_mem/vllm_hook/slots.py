@@ -99,10 +99,14 @@ class SlotFill(Filler):
         lora = loras.get(module)
         if lora is None:  # q, k and v, or gate and up, which vLLM registers together
             lora = PackedLoRALayerWeights.pack([loras.get(child) for child in adapters.packed_modules[module]])
+        if manager.device.type == "cuda":
+            stream = torch.cuda.current_stream(manager.device)
+            self._streams.add(stream)
+            for tensor in parts.values():
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)  # it may have been made on another, to which its memory goes back
         with gpu_sync_allowed(), _flags_beside([adapters.modules[module]], lambda: self.slot):
             adapters.modules[module].set_lora(self.slot, lora.lora_a, lora.lora_b)
-        if manager.device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(manager.device))
         return True
 
     def wait(self) -> None:
@@ -144,9 +148,9 @@ def _flags_beside(layers: Iterable[Any], slot: Callable[[], int]) -> Iterator[No
     vLLM does it by `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host waits until the device
     has done all that came before: twice a layer, and the link is idle meanwhile.
     """
-    flags = {layer: layer.adapter_enabled for layer in layers if hasattr(layer, "adapter_enabled")}
+    flags = {layer: layer.adapter_enabled for layer in layers if _has_flags(layer)}
     for layer, own in flags.items():
-        layer.adapter_enabled = torch.full(own.shape, _UNWRITTEN, dtype=own.dtype)
+        layer.adapter_enabled = torch.full(own.shape, _UNWRITTEN, dtype=own.dtype, device="cpu")
     beside: list[torch.Tensor] = []
     try:
         yield
@@ -159,6 +163,12 @@ def _flags_beside(layers: Iterable[Any], slot: Callable[[], int]) -> Iterator[No
         for own, written in zip(flags.values(), beside, strict=True):
             if written[index] != _UNWRITTEN:
                 own[index].fill_(int(written[index]))
+
+
+def _has_flags(layer: Any) -> bool:
+    """Whether a layer has flags as vLLM's expert layers have them: an integer for each slot."""
+    flags = getattr(layer, "adapter_enabled", None)
+    return isinstance(flags, torch.Tensor) and flags.ndim == 1 and flags.dtype == torch.int
 
 
 class NoSlot(Exception):
@@ -200,16 +210,18 @@ def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> boo
     slots, left = adapters.lora_index_to_id, adapters.modules
     others: list[int] = []
     stage = state.staged.get(lora_id)
-    ours = stage is not None and bool(stage.parts) and adapters.list_adapters().get(lora_id) in stage.models
+    model = adapters.list_adapters().get(lora_id)
+    ours = model in state.laid_out
     if not fills and not ours:
         return original(adapters, lora_id)
     fill = fills.get(lora_id)
-    if stage is None or stage.fill is not fill or not ours:
+    if stage is None or stage.fill is not fill or model not in stage.models:
         fill = None  # of another version
     elif fill is not None:
         del fills[lora_id]
         if not fill.given_up_because and slots[fill.slot] is None:
-            left = {name: layer for name, layer in left.items() if name not in fill.filled}
+            filled = {left[name] for name in fill.filled}
+            left = {name: layer for name, layer in left.items() if layer not in filled}
             others = [slot for slot, other in enumerate(slots) if other is None and slot != fill.slot]
     for other_fill in fills.values():
         other_fill.wait()  # it may write into the slot that vLLM takes now

@@ -20,5 +20,8 @@ managers: weakref.WeakSet[Any] = weakref.WeakSet()
 served: weakref.WeakKeyDictionary[Any, ServedModel] = weakref.WeakKeyDictionary()
 """What their models serve, once read."""
 
+laid_out: weakref.WeakSet[Any] = weakref.WeakSet()
+"""vLLM's models that were made of parts which a stage laid out, of whichever version."""
+
 fills_of: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[int, SlotFill]] = weakref.WeakKeyDictionary()
 """By vLLM's adapter manager and the adapter's id; a stage, and then the adapter, keep theirs alive."""

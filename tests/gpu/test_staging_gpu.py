@@ -42,17 +42,19 @@ def test_from_the_gpu_in_any_order(layout, dtype, alpha, rslora, alias, on_host,
     chance.shuffle(names)
     where = layout_for(manager, config)
     receiver = Receiver(where, HostBlock(where.nbytes(tensors)))
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     for start in range(cuts):
-        on_device: dict[int, torch.Tensor] = {}  # what is one tensor stays one
-        chunk = {
-            name: tensors[name].clone()
-            if chance.random() < on_host
-            else on_device.setdefault(id(tensors[name]), tensors[name].cuda())
-            for name in names[start::cuts]
-        }
-        receiver.add_all(chunk)
-        for tensor in chunk.values():
-            tensor.fill_(float("nan"))  # on the current stream, at once
+        with torch.cuda.stream(chance.choice(streams)):
+            on_device: dict[int, torch.Tensor] = {}  # what is one tensor stays one
+            chunk = {
+                name: tensors[name].clone()
+                if chance.random() < on_host
+                else on_device.setdefault(id(tensors[name]), tensors[name].cuda())
+                for name in names[start::cuts]
+            }
+            receiver.add_all(chunk)
+            for tensor in chunk.values():
+                tensor.fill_(float("nan"))  # on the current stream, at once
     receiver.finish()
     slots = staged_slots(manager, layer, receiver, config, fused)
     for name in expected:
