@@ -744,11 +744,11 @@ class _DeviceCopies:
     def _current_stream(self, device: torch.device) -> torch.cuda.Stream:
         """The current stream, which comes after the one that was current before, where that was another."""
         current = torch.cuda.current_stream(device)
-        before = self._worked_on.get(device)
-        if before != current:
-            if before is not None:
-                current.wait_stream(before)
-            self._worked_on[device] = current
+        before = self._worked_on.setdefault(device, current)
+        if before == current:
+            return current
+        current.wait_stream(before)
+        self._worked_on[device] = current
         return current
 
     def _wait_for_oldest(self) -> None:
