@@ -710,8 +710,11 @@ class _DeviceCopies:
         self._also: set[torch.device] = set()
 
     def make_room(self, nbytes: int) -> None:
-        """Wait while so many bytes more would be too much under way; before they are taken from the device's memory."""
-        while self._under_way and self._bytes + nbytes > max(MOST_UNDER_WAY, 2 * nbytes):
+        """Before so many bytes more are taken from the device's memory: let go of what has arrived on the host, and
+        wait while it would be too much under way.
+        """
+        most = max(MOST_UNDER_WAY, 2 * nbytes)
+        while self._under_way and (self._bytes + nbytes > most or self._under_way[0][0].query()):
             self._wait_for_oldest()
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> None:

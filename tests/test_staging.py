@@ -432,6 +432,46 @@ def test_chunks_that_come_on_several_streams_are_all_waited_for(monkeypatch):
     assert all(stream.synchronized for stream in streams)
 
 
+class Event:
+    """Stands in for a CUDA event."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.done = True
+
+
+def test_what_has_arrived_is_let_go_and_the_rest_is_waited_for_where_it_is_too_much(monkeypatch):
+    monkeypatch.setattr(staging, "MOST_UNDER_WAY", 100)
+    copies = staging._DeviceCopies()
+
+    def under_way(*done):
+        copies._under_way.extend((Event(one), torch.empty(30, dtype=torch.uint8)) for one in done)
+        copies._bytes = 30 * len(copies._under_way)
+
+    under_way(True, True, False)
+    copies.make_room(30)  # there would be room for it
+    assert [event.done for event, _ in copies._under_way] == [False]
+    under_way(False)
+    copies.make_room(40)
+    assert len(copies._under_way) == 2
+    copies.make_room(41)
+    assert len(copies._under_way) == 1
+    copies.make_room(60)  # of what is larger than half of it two may be there
+    assert len(copies._under_way) == 1
+    copies.make_room(200)
+    assert len(copies._under_way) == 1
+    under_way(False, False)
+    copies.make_room(60)
+    assert (len(copies._under_way), copies._bytes) == (2, 60)
+    copies.finish()
+    assert (len(copies._under_way), copies._bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("spoil", "message"),
