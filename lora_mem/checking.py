@@ -22,7 +22,15 @@ CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HAVE_DATA = ("cpu", "cuda")
 """Devices from which a factor can be read."""
 
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors that can be read; a subclass may stand for anything."""
+
 _LISTED = 12
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor as any adapter's are: of no subclass, dense, not nested."""
+    return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
 
 
 class AdapterError(ValueError):
@@ -217,11 +225,7 @@ def check_tensors(
     wrong_name = [name for name in tensors if not isinstance(name, str)]
     if wrong_name:
         raise AdapterError(f"names must be strings, got {_some(map(repr, wrong_name))}")
-    wrong_type = [
-        f"{name} ({type(tensor).__name__})"
-        for name, tensor in tensors.items()
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested
-    ]
+    wrong_type = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if not is_plain(tensor)]
     if wrong_type:
         raise AdapterError(
             f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; pass full_tensor() of a DTensor, "

@@ -49,8 +49,7 @@ BLOCK_ALIGNMENT = 256
 MOST_UNDER_WAY = 136 * 1024**2
 """Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host.
 
-A layer of Qwen3-30B-A3B at rank 64 has 132 MiB, and so does not wait for its own copies. Of larger parts two may wait:
-one is made while the other is copied.
+A layer of Qwen3-30B-A3B at rank 64 has 132 MiB, and so does not wait for its own copies.
 """
 
 
@@ -606,9 +605,17 @@ def combine(
     )
 
 
+def allowed_under_way(largest: int) -> int:
+    """Bytes of GPU memory in which parts may wait for their copy to the host where the largest has so many.
+
+    Of larger parts than `MOST_UNDER_WAY` foresees two may: one is made while the other is copied.
+    """
+    return max(MOST_UNDER_WAY, 2 * largest)
+
+
 def most_under_way(packed: int, largest: int) -> int:
     """Bytes that `stage` can have on the GPU at once of an adapter, given its largest packed tensor."""
-    return min(packed, max(MOST_UNDER_WAY, 2 * largest))
+    return min(packed, allowed_under_way(largest))
 
 
 def padding(slots: int, rank: int, max_lora_rank: int) -> int:

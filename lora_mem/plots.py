@@ -260,7 +260,7 @@ def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total
     from lora_mem.profiling import read_device, read_trace
 
     ax = _axes(ax)
-    phases = read_trace(path)
+    phases, device = read_trace(path), read_device(path)
     shown = next((phase for phase in phases if phase.name == within), None)
     if shown is None:
         names = ", ".join(dict.fromkeys(phase.name for phase in phases)) or "none"
@@ -272,8 +272,7 @@ def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total
             rows.setdefault(phase.name, []).append((phase.start, phase.start + phase.seconds))
     colours = {name: PHASE_COLOURS[number % 3] for number, name in enumerate(rows)}
     for kind, colour in {"kernels": "#bbbbbb", "to host": "#aa3377", "to device": "#66ccee"}.items():
-        device = read_device(path)[kind]
-        found = [(max(first, begin), min(last, end)) for first, last in device if first < end and last > begin]
+        found = [(max(first, begin), min(last, end)) for first, last in device[kind] if first < end and last > begin]
         if found:
             rows[f"device: {kind}"] = found
             colours[f"device: {kind}"] = colour

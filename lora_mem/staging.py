@@ -26,14 +26,16 @@ import torch
 from lora_mem.checking import (
     CASTABLE,
     HAVE_DATA,
+    PLAIN,
     AdapterError,
     ServedModel,
     ServedModule,
     TensorName,
     check_adapter,
     compact,
+    is_plain,
 )
-from lora_mem.footprints import MOST_UNDER_WAY
+from lora_mem.footprints import MOST_UNDER_WAY, allowed_under_way
 from lora_mem.host_memory import HostBlock, aligned, copied, view_key
 
 _versions = itertools.count(1)
@@ -246,17 +248,15 @@ class Layout:
         Raises:
             AdapterError: see `check_adapter`.
         """
-        apart = sum(len(plan.taken) for plan in plans) == len(set(received))
         self.checked_plans = frozenset()
-        if self.checked == received:
-            self.checked_plans = frozenset(plans) if apart else frozenset()
-            return
         complete = frozenset(received)
-        shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name]) is not None}
-        names = {name: self.read[name] for name in shapes}
-        check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
-        self.checked = complete
-        self.checked_plans = frozenset(plans) if apart else frozenset()
+        if self.checked != complete:
+            shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name])}
+            names = {name: self.read[name] for name in shapes}
+            check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
+            self.checked = complete
+        if sum(len(plan.taken) for plan in plans) == len(complete):
+            self.checked_plans = frozenset(plans)
 
     def knows(self, names: Iterable[str]) -> bool:
         """Whether these are the names of the last adapter that was found complete."""
@@ -512,29 +512,30 @@ class Receiver:
             twice = next(name for name in names if name in self.received)
             raise AdapterError(f"{twice} came twice")
         # One set for a property: 36,864 tensors leave no time for a look at each of them from Python.
-        plain = _PLAIN.issuperset(map(type, values))
-        dtypes = set(map(_DTYPE, values)) if plain else set()
-        chosen = [(group, group.pick(values)) for group in plan.groups]
+        if not PLAIN.issuperset(map(type, values)):
+            _refuse(plan, names, values)
+        dtypes = set(map(_DTYPE, values))
+        picked = [(group, group.pick(values)) for group in plan.groups]
         if len(dtypes) > 1:
             # Those that count, without what vLLM ignores.
             dtypes = {values[position].dtype for position, _ in plan.whole}
-            dtypes.update(*(map(_DTYPE, members) for _, members in chosen))
+            dtypes.update(*(map(_DTYPE, members) for _, members in picked))
         alike = len(dtypes) == 1
-        fit = plain and all(dtype in CASTABLE for dtype in dtypes if plan.taken)
-        fit = fit and all(_fits([values[position]], source.shape) for position, source in plan.whole)
-        fit = fit and all(
-            _fits(members, group.shape, stacked=self._stacks(group, members, alike)) for group, members in chosen
-        )
-        if not fit:
+        chosen = [(group, members, self._stacks(group, members, alike)) for group, members in picked]
+        if not (
+            all(dtype in CASTABLE for dtype in dtypes if plan.taken)
+            and all(_fits([values[position]], source.shape) for position, source in plan.whole)
+            and all(_fits(members, group.shape, stacked=stacks) for group, members, stacks in chosen)
+        ):
             _refuse(plan, names, values)
         self.plans.add(plan)
         if not known:
             self.received.update(plan.taken)
         for position, source in plan.whole:
             self._take_whole(values[position].detach(), source)
-        for group, members in chosen:
+        for group, members, stacks in chosen:
             try:
-                self._take_members(group, members, self._stacks(group, members, alike))
+                self._take_members(group, members, stacks)
             except (RuntimeError, TypeError):
                 if not _fits(members, group.shape):
                     _refuse(plan, names, values)
@@ -713,7 +714,7 @@ class _DeviceCopies:
         """Before so many bytes more are taken from the device's memory: let go of what has arrived on the host, and
         wait while it would be too much under way.
         """
-        most = max(MOST_UNDER_WAY, 2 * nbytes)
+        most = allowed_under_way(nbytes)
         while self._under_way and (self._bytes + nbytes > most or self._under_way[0][0].query()):
             self._wait_for_oldest()
 
@@ -762,7 +763,6 @@ class _DeviceCopies:
         self._bytes -= source.nbytes
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
 
 
@@ -791,7 +791,7 @@ def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn
             expected[position] = group
     for position, place in sorted(expected.items()):
         name, tensor = names[position], values[position]
-        if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested:
+        if not is_plain(tensor):
             kind = "nested tensor" if getattr(tensor, "is_nested", False) else type(tensor).__name__
             raise AdapterError(f"{name} is a {kind}; it must be a plain dense torch tensor")
         if tensor.shape != place.shape:
@@ -805,7 +805,7 @@ def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn
             )
         if tensor.device.type not in HAVE_DATA:
             raise AdapterError(f"cannot read {name} ({tensor.device}); tensors must be on the host or a GPU")
-    ignored = [name for name, value in zip(names, values, strict=True) if type(value) not in _PLAIN]
+    ignored = [name for name, value in zip(names, values, strict=True) if type(value) not in PLAIN]
     raise AdapterError(f"{(ignored or names)[0]} is not a plain dense torch tensor")
 
 

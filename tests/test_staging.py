@@ -21,7 +21,7 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
 from vllm.lora.model_manager import AdapterLRUCache, LoRAModelManager
 
-from lora_mem import checking, staging, vllm_hook
+from lora_mem import checking, footprints, staging, vllm_hook
 from lora_mem.checking import AdapterError
 from lora_mem.host_memory import HostBlock
 from lora_mem.staging import Layout, Receiver, StagedAdapter
@@ -446,7 +446,7 @@ class Event:
 
 
 def test_what_has_arrived_is_let_go_and_the_rest_is_waited_for_where_it_is_too_much(monkeypatch):
-    monkeypatch.setattr(staging, "MOST_UNDER_WAY", 100)
+    monkeypatch.setattr(footprints, "MOST_UNDER_WAY", 100)
     copies = staging._DeviceCopies()
 
     def under_way(*done):
