@@ -8,27 +8,48 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
-_HOME = {
-    "ModelShape": "shapes",
-    "footprint": "footprints",
-    "measure": "measuring",
-    "install": "vllm_hook",
-    "uninstall": "vllm_hook",
-    "status": "vllm_hook",
-    "stage_adapter": "vllm_hook",
-    "open_stage": "vllm_hook",
-    "drop_adapter": "vllm_hook",
-    "offload_in_memory_adapter": "vllm_hook",
-    "profile": "profiling",
-}
-
-__all__ = sorted(_HOME)
+from lora_mem.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lora_mem.footprints import footprint as footprint
-    from lora_mem.shapes import ModelShape as ModelShape
+    from lora_mem.errors import AdapterError as AdapterError
+    from lora_mem.errors import SizingError as SizingError
+    from lora_mem.observe.measuring import measure as measure
+    from lora_mem.observe.profiling import profile as profile
+    from lora_mem.sizing.adapters import read_adapter as read_adapter
+    from lora_mem.sizing.footprints import footprint as footprint
+    from lora_mem.sizing.planning import plan as plan
+    from lora_mem.sizing.shapes import ModelShape as ModelShape
+    from lora_mem.vllm_hook import drop_adapter as drop_adapter
+    from lora_mem.vllm_hook import install as install
+    from lora_mem.vllm_hook import offload_in_memory_adapter as offload_in_memory_adapter
+    from lora_mem.vllm_hook import open_stage as open_stage
+    from lora_mem.vllm_hook import reserve as reserve
+    from lora_mem.vllm_hook import stage_adapter as stage_adapter
+    from lora_mem.vllm_hook import status as status
+    from lora_mem.vllm_hook import trim as trim
+    from lora_mem.vllm_hook import uninstall as uninstall
+
+_HOME = {
+    "AdapterError": "errors",
+    "ModelShape": "sizing.shapes",
+    "SizingError": "errors",
+    "drop_adapter": "vllm_hook",
+    "footprint": "sizing.footprints",
+    "install": "vllm_hook",
+    "measure": "observe.measuring",
+    "offload_in_memory_adapter": "vllm_hook",
+    "open_stage": "vllm_hook",
+    "plan": "sizing.planning",
+    "profile": "observe.profiling",
+    "read_adapter": "sizing.adapters",
+    "reserve": "vllm_hook",
+    "stage_adapter": "vllm_hook",
+    "status": "vllm_hook",
+    "trim": "vllm_hook",
+    "uninstall": "vllm_hook",
+}
+
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +67,6 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext lora_mem`: the cell magic `%%lora_mem`, which profiles a cell by phase."""
-    from lora_mem.magic import register
+    from lora_mem.observe.magic import register
 
     register(shell)

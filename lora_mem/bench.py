@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-import lora_mem
-from lora_mem import engine_configs, scenarios, vllm_hook
-from lora_mem.buffers import slot_rank
-from lora_mem.host_memory import HostBlock, pinned_by_torch, resident
-from lora_mem.profiling import watched
-from lora_mem.progress import progress
-from lora_mem.results import Bench, Held, Sync
-from lora_mem.shapes import known_models
+from lora_mem import vllm_hook
+from lora_mem.observe.profiling import watched
+from lora_mem.observe.progress import progress
+from lora_mem.observe.results import Bench, Held, Sync
+from lora_mem.sizing.shapes import known_models
+from lora_mem.sizing.tensors import slot_rank
+from lora_mem.staging.host_memory import HostBlock, pinned_by_torch, resident
+from lora_mem.testing import engine_configs, scenarios
+from lora_mem.version import __version__
 
 Way = Literal["keep", "offload", "stage", "fill"]
 """A strategy of the hook's; "fill" is "stage" with `fill_slot`."""
@@ -476,8 +477,8 @@ def _link(nbytes: int, device: torch.device) -> tuple[float, float]:
 
 
 def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport: Transport) -> dict[str, int]:
-    from lora_mem.footprints import footprint
-    from lora_mem.layers import SizingError
+    from lora_mem.errors import SizingError
+    from lora_mem.sizing.footprints import footprint
 
     try:
         figures = footprint(
@@ -495,7 +496,7 @@ def _versions() -> dict[str, str]:
     return {
         "torch": torch.__version__,
         "vllm": str(vllm_hook.status().vllm_version),
-        "lora-mem": lora_mem.__version__,
+        "lora-mem": __version__,
     }
 
 

@@ -10,14 +10,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lora_mem.layers import SizingError
+from lora_mem.errors import SizingError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="The memory of LoRA adapters in vLLM.")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from lora_mem import __version__
+        from lora_mem.version import __version__
 
         print(f"lora-mem {__version__}")
         raise typer.Exit
@@ -76,7 +76,8 @@ def size(
     as_json: AsJson = False,
 ) -> None:
     """The bytes of each holder of an adapter, per worker."""
-    from lora_mem.footprints import footprint, gib
+    from lora_mem.sizing.footprints import footprint
+    from lora_mem.sizing.units import gib
 
     try:
         result = footprint(
@@ -147,7 +148,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Does it fit, how far could it go, what would save memory. Exit code 0: fits, 1: does not, 2: cannot tell."""
-    from lora_mem.planning import plan as make_plan
+    from lora_mem.sizing.planning import plan as make_plan
 
     try:
         result = make_plan(
@@ -249,7 +250,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _gpu(text: str) -> int:
-    from lora_mem.planning import GPUS
+    from lora_mem.sizing.planning import GPUS
 
     for name, size in GPUS.items():
         if text.casefold() == name.casefold():
@@ -284,7 +285,7 @@ def bench(
     Exit code 0: tokens and slots are equal, 1: they differ, 2: nothing was run.
     """
     from lora_mem.bench import WAYS, engine_config, run
-    from lora_mem.progress import say
+    from lora_mem.observe.progress import say
 
     if strategy not in (*WAYS, "all"):
         _fail(SizingError("strategy", strategy, f"must be one of {', '.join(WAYS)}, all"))
@@ -356,7 +357,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="The page; default the folder's name with .html, here.")] = None,
 ) -> None:
     """One report folder as one HTML page that needs nothing else: tables with units, images inlined, no server."""
-    from lora_mem.report import ReportError, render
+    from lora_mem.observe.report import ReportError, render
 
     try:
         page = render(folder)

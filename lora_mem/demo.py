@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lora_mem.scenarios import Life, Phase, Round
+    from lora_mem.testing.scenarios import Life, Phase, Round
     from lora_mem.vllm_hook import Strategy
 
 RANK = 16
@@ -77,7 +77,7 @@ def _left_on_gpu(lives: list[Life]) -> list[str]:
 
 
 def _run(gpu: bool) -> tuple[list[Life], list[Round]]:
-    from lora_mem import scenarios
+    from lora_mem.testing import scenarios
 
     with tempfile.TemporaryDirectory() as directory:
         config = scenarios.TINY_MOE if gpu else scenarios.TINY_DENSE

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_mem.footprints import gib
+from lora_mem.sizing.units import gib
 
 State = Literal["ok", "warn", "bad"]
 
@@ -79,7 +79,7 @@ def _python() -> Iterator[Check]:
 
 def _package() -> Iterator[Check]:
     """This package."""
-    from lora_mem import __version__
+    from lora_mem.version import __version__
 
     yield Check("lora_mem", "ok", __version__)
 
@@ -235,7 +235,7 @@ def _page_locking() -> Iterator[Check]:
     if not torch.cuda.is_available():
         yield Check("page-locking", "warn", f"cannot be tried without a GPU; ulimit -l is {allowed}")
         return
-    from lora_mem.host_memory import HostBlock
+    from lora_mem.staging.host_memory import HostBlock
 
     began = time.perf_counter()
     block = HostBlock(TRIED_BYTES)

@@ -240,7 +240,7 @@ CASES = [
 
 def config_of(case: Case) -> dict[str, Any]:
     """The config.json of a case."""
-    from lora_mem.engine_configs import engine_config
+    from lora_mem.testing.engine_configs import engine_config
 
     model = case.model or case.extra
     config = engine_config(model, case.layers, case.extra)
@@ -324,8 +324,8 @@ def _sizing(case: Case) -> dict[str, Any]:
 
 def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
     """The same listing by calculation: shapes by module and buffer, and the bytes of all."""
-    from lora_mem.buffers import worker_slots
-    from lora_mem.footprints import footprint
+    from lora_mem.sizing.footprints import footprint
+    from lora_mem.sizing.tensors import worker_slots
 
     rank = case.lora.get("max_lora_rank", 16)
     result = footprint(config_of(case), rank=rank, max_lora_rank=rank, **_sizing(case))

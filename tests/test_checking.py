@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem import checking  # noqa: E402
-from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
+from lora_mem.errors import AdapterError  # noqa: E402
+from lora_mem.staging import checking  # noqa: E402
+from lora_mem.staging.checking import ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
 
 EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
 SERVED = ServedModel(

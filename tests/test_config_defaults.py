@@ -10,9 +10,10 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from lora_mem.families import ARCHITECTURE_OF  # noqa: E402
-from lora_mem.layers import Group, SizingError  # noqa: E402
-from lora_mem.shapes import ModelShape, known_config  # noqa: E402
+from lora_mem.errors import SizingError  # noqa: E402
+from lora_mem.sizing.families import ARCHITECTURE_OF  # noqa: E402
+from lora_mem.sizing.modules import Group  # noqa: E402
+from lora_mem.sizing.shapes import ModelShape, known_config  # noqa: E402
 
 FACTS = Path(__file__).parent / "facts" / "families.jsonl"
 PUBLISHED = ("google/gemma-4-26B-A4B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "MiniMaxAI/MiniMax-M2.5")

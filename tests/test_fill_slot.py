@@ -18,8 +18,10 @@ from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 
 import lora_mem
-from lora_mem import scenarios, staging, vllm_hook
-from lora_mem.checking import AdapterError
+from lora_mem import vllm_hook
+from lora_mem.errors import AdapterError
+from lora_mem.staging import receiving as staging
+from lora_mem.testing import scenarios
 from lora_mem.vllm_hook import slots
 
 LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

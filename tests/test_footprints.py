@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_mem.buffers import MAX_LORA_RANKS, worker_slots
-from lora_mem.footprints import FIGURES, Footprint, footprint
-from lora_mem.layers import SizingError
-from lora_mem.shapes import ModelShape, known_config
+from lora_mem.errors import SizingError
+from lora_mem.sizing.footprints import FIGURES, Footprint, footprint
+from lora_mem.sizing.shapes import ModelShape, known_config
+from lora_mem.sizing.tensors import MAX_LORA_RANKS, worker_slots
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"

@@ -17,7 +17,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 
-from lora_mem import scenarios
+from lora_mem.testing import scenarios
 
 BASE, LRU = worker_manager.WorkerLoRAManager, worker_manager.LRUCacheWorkerLoRAManager
 

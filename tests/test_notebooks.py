@@ -89,7 +89,7 @@ def test_what_is_not_fit(bad, message):
 # ------------------------------------------------------------------------------------ what is wrong makes them fail
 
 LEFT_ON_THE_GPU = """
-from lora_mem import offload
+from lora_mem.staging import offload
 
 offload.move_to_host = lambda groups, *, pin: offload.Moved()
 """

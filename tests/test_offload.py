@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem import host_memory, offload  # noqa: E402
-from lora_mem.host_memory import ALIGNMENT, HostBlock, aligned  # noqa: E402
-from lora_mem.offload import HostCopies, move_to_host  # noqa: E402
+from lora_mem.staging import host_memory, offload  # noqa: E402
+from lora_mem.staging.host_memory import ALIGNMENT, HostBlock, aligned  # noqa: E402
+from lora_mem.staging.offload import HostCopies, move_to_host  # noqa: E402
 
 MIB = 2**20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

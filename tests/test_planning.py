@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import lora_mem
 
-from lora_mem.footprints import STRATEGIES, footprint
-from lora_mem.layers import SizingError
-from lora_mem.planning import GPUS, by_model, plan, savings, sweep
-from lora_mem.shapes import known_models
+from lora_mem.errors import SizingError
+from lora_mem.sizing.footprints import STRATEGIES, footprint
+from lora_mem.sizing.planning import GPUS, by_model, plan, savings, sweep
+from lora_mem.sizing.shapes import known_models
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -145,7 +145,7 @@ def test_plots_take_and_return_axes() -> None:
     pytest.importorskip("pandas")
     from matplotlib.figure import Figure
 
-    from lora_mem.plots import plot_holders, plot_phases, plot_rank_by_tp
+    from lora_mem.observe.plots import plot_holders, plot_phases, plot_rank_by_tp
 
     result = footprint(QWEN, rank=64, strategy="keep")
     given = Figure().add_subplot()
@@ -167,7 +167,7 @@ def test_plots_take_and_return_axes() -> None:
 
 def test_the_interactive_planner_follows_its_widgets() -> None:
     pytest.importorskip("ipywidgets")
-    from lora_mem.interactive import planner
+    from lora_mem.observe.widget import planner
 
     box = planner(QWEN, rank=64)
     assert box.result.slot_bytes == footprint(QWEN, rank=64).slot_bytes

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 from test_report import GIB, bench
 
-from lora_mem.plots import plot_bytes_by_rank, plot_seconds_by_rank, plot_sync
+from lora_mem.observe.plots import plot_bytes_by_rank, plot_seconds_by_rank, plot_sync
 
 
 def sweep():

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("torch", reason="needs torch")
 
-from lora_mem import plots
-from lora_mem.profiling import RANGE, Memory, Phase, Profile, Sample, read_device, read_trace
+from lora_mem.observe import plots
+from lora_mem.observe.profiling import RANGE, Memory, Phase, Profile, Sample, read_device, read_trace
 
 MIB = 2**20
 RECORDED = Path(__file__).parents[1] / "reports" / "2026-12-01-h200" / "raw"

@@ -20,7 +20,8 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 
 import lora_mem
-from lora_mem import profiling, scenarios
+from lora_mem.observe import profiling
+from lora_mem.testing import scenarios
 
 MIB = 2**20
 
@@ -178,7 +179,7 @@ def test_a_watch_and_phases_see_the_most_in_each_other():
 def test_torch_s_peak_counters_are_read_and_reset_in_one_place():
     package = Path(lora_mem.__file__).parent
     names = re.compile(r"torch\.cuda\.(reset_peak_memory_stats|max_memory_\w+)\(")
-    assert [path.name for path in package.glob("*.py") if names.search(path.read_text())] == ["profiling.py"]
+    assert [path.name for path in package.rglob("*.py") if names.search(path.read_text())] == ["profiling.py"]
 
 
 def test_what_a_result_shows(tmp_path):
@@ -394,7 +395,7 @@ def shell():
 
 
 def test_the_magic_profiles_a_cell(shell, tmp_path):
-    cell = "from lora_mem.profiling import phase\nwith phase('mine'):\n    x = !echo 1\n"
+    cell = "from lora_mem.observe.profiling import phase\nwith phase('mine'):\n    x = !echo 1\n"
     found = shell.run_cell_magic("lora_mem", f"kept --trace {tmp_path / 'trace.json'}", cell)
     assert names(found) == [(0, "mine")]
     assert shell.user_ns["kept"] is found

@@ -11,7 +11,7 @@ import termios
 import pytest
 
 SLOW = """
-from lora_mem import progress
+from lora_mem.observe import progress
 progress.SECONDS = {delay}
 print(sum(progress.progress(range(5), what="counting")))
 """

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lora_mem.families import FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
-from lora_mem.footprints import footprint
-from lora_mem.layers import SizingError
+from lora_mem.errors import SizingError
+from lora_mem.sizing.families import FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
+from lora_mem.sizing.footprints import footprint
 
 GENERATION = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lora_mem.layers import Experts, Linear, SizingError
-from lora_mem.shapes import ModelShape, known_models
+from lora_mem.errors import SizingError
+from lora_mem.sizing.modules import Experts, Linear
+from lora_mem.sizing.shapes import ModelShape, known_models
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -88,7 +89,7 @@ def test_a_hub_name_is_read_from_the_hubs_cache_without_a_network(tmp_path: Path
     (repository / "refs" / "main").write_text(commit, encoding="utf-8")
     (repository / "snapshots" / commit / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     code = (
-        "from lora_mem.shapes import ModelShape, SizingError\n"
+        "from lora_mem import ModelShape, SizingError\n"
         "print(ModelShape.from_config('someone/tiny-moe'))\n"
         "try: ModelShape.from_config('someone/else')\n"
         "except SizingError as error: print(error)\n"
@@ -103,7 +104,7 @@ def test_a_hub_name_is_read_from_the_hubs_cache_without_a_network(tmp_path: Path
 
 def test_a_hub_that_cannot_be_reached_is_given_up_at_once(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
-    code = "from lora_mem.shapes import ModelShape; ModelShape.from_config('someone/else')"
+    code = "from lora_mem.sizing.shapes import ModelShape; ModelShape.from_config('someone/else')"
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=15)
     assert "could not be read from the hub" in done.stderr

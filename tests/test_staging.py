@@ -21,10 +21,13 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel, MoEEPLoadSpec, _is_remote_expert_key
 from vllm.lora.model_manager import AdapterLRUCache, LoRAModelManager
 
-from lora_mem import checking, footprints, staging, vllm_hook
-from lora_mem.checking import AdapterError
-from lora_mem.host_memory import HostBlock
-from lora_mem.staging import Layout, Receiver, StagedAdapter
+from lora_mem import vllm_hook
+from lora_mem.errors import AdapterError
+from lora_mem.sizing import units
+from lora_mem.staging import checking
+from lora_mem.staging import receiving as staging
+from lora_mem.staging.host_memory import HostBlock
+from lora_mem.staging.receiving import Layout, Receiver, StagedAdapter
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
@@ -446,7 +449,7 @@ class Event:
 
 
 def test_what_has_arrived_is_let_go_and_the_rest_is_waited_for_where_it_is_too_much(monkeypatch):
-    monkeypatch.setattr(footprints, "MOST_UNDER_WAY", 100)
+    monkeypatch.setattr(units, "MOST_UNDER_WAY", 100)
     copies = staging._DeviceCopies()
 
     def under_way(*done):

@@ -20,10 +20,10 @@ from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, LogitsProcess
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # noqa: E402
 from vllm.model_executor.layers import linear, vocab_parallel_embedding  # noqa: E402
 
-from lora_mem.buffers import adapter_parts, packed_tensors, slot_tensors, staged_tensors  # noqa: E402
-from lora_mem.footprints import footprint  # noqa: E402
-from lora_mem.layers import Experts, Linear, Module  # noqa: E402
-from lora_mem.shapes import ModelShape  # noqa: E402
+from lora_mem.sizing.footprints import footprint  # noqa: E402
+from lora_mem.sizing.modules import Experts, Linear, Module  # noqa: E402
+from lora_mem.sizing.shapes import ModelShape  # noqa: E402
+from lora_mem.sizing.tensors import adapter_parts, packed_tensors, slot_tensors, staged_tensors  # noqa: E402
 
 MODELS = [
     "Qwen/Qwen3-8B",

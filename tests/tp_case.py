@@ -7,21 +7,21 @@ import os
 import sys
 import tempfile
 
-from lora_mem.measuring import WorkerExtension
+from lora_mem.observe.measuring import WorkerExtension
 
 
 class Extension(WorkerExtension):
     """The hook's own, and what the test looks at."""
 
     def digests(self):
-        from lora_mem import scenarios
+        from lora_mem.testing import scenarios
 
         return scenarios.slot_digests(scenarios.only_manager())
 
     def random(self, seed):
         from safetensors.torch import save
 
-        from lora_mem import scenarios
+        from lora_mem.testing import scenarios
 
         tensors, config = scenarios.random_adapter(scenarios.only_manager(), rank=8, seed=seed)
         return save(tensors), config
@@ -31,8 +31,9 @@ def main() -> None:
     from safetensors.torch import load
     from vllm.lora.request import LoRARequest
 
-    from lora_mem import footprint, scenarios
-    from lora_mem.footprints import Footprint
+    from lora_mem import footprint
+    from lora_mem.sizing.footprints import Footprint
+    from lora_mem.testing import scenarios
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
     common = {"rank": 8, "max_lora_rank": 16, "tensor_parallel_size": 2, "strategy": "stage"}

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lora_mem import checking, offload
-from lora_mem.checking import AdapterError
-from lora_mem.host_memory import Arena, HostBlock, copied, view_key
-from lora_mem.staging import Layout, Part, Receiver, StagedAdapter
-from lora_mem.targets import targeted
+from lora_mem.errors import AdapterError
+from lora_mem.sizing.targets import targeted
+from lora_mem.staging import checking, offload
+from lora_mem.staging.host_memory import Arena, HostBlock, copied, view_key
+from lora_mem.staging.receiving import Layout, Part, Receiver, StagedAdapter
 from lora_mem.vllm_hook.live import LiveAdapter as LiveAdapter
 from lora_mem.vllm_hook.live import LiveWorker as LiveWorker
 from lora_mem.vllm_hook.live import bytes_by_device as bytes_by_device
@@ -757,7 +757,7 @@ def manager_of(engine: Any = None) -> Any:
     if worker is None:
         raise LookupError(
             f"{type(engine).__name__} has no worker in this process; measure in each worker, by"
-            ' collective_rpc("lora_mem_measure") with worker_extension_cls="lora_mem.measuring.WorkerExtension"'
+            ' collective_rpc("lora_mem_measure") with worker_extension_cls="lora_mem.observe.measuring.WorkerExtension"'
         )
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
@@ -1089,8 +1089,8 @@ def _predicted_bytes(manager: Any, config: dict[str, Any]) -> tuple[int | None, 
     """What the calculator says of the block of an adapter of this config, or why it says nothing."""
     from vllm.distributed import parallel_state
 
-    from lora_mem.footprints import footprint
-    from lora_mem.layers import SizingError
+    from lora_mem.errors import SizingError
+    from lora_mem.sizing.footprints import footprint
 
     adapters, lora_config = manager._adapter_manager, manager.lora_config
     targets = config["target_modules"]

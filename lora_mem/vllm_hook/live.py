@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem import offload
-from lora_mem.staging import StagedAdapter
+from lora_mem.staging import offload
+from lora_mem.staging.receiving import StagedAdapter
 from lora_mem.vllm_hook import state
 from lora_mem.vllm_hook.served import peft_helper, read_names, rename_mapper, served_model
 

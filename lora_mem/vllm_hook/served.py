@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lora_mem import checking
-from lora_mem.checking import AdapterError, ServedModel, ServedModule, TensorName
+from lora_mem.errors import AdapterError
+from lora_mem.staging import checking
+from lora_mem.staging.checking import ServedModel, ServedModule, TensorName
 from lora_mem.vllm_hook import state
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.checking import ServedModel
-from lora_mem.staging import StagedAdapter
+from lora_mem.staging.checking import ServedModel
+from lora_mem.staging.receiving import StagedAdapter
 
 if TYPE_CHECKING:
     from lora_mem.vllm_hook.slots import SlotFill

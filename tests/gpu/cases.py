@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import lora_mem
-from lora_mem import bench, scenarios, vllm_hook
-from lora_mem.profiling import phase
+from lora_mem import bench, vllm_hook
+from lora_mem.observe.profiling import phase
+from lora_mem.testing import scenarios
 
 TINY_GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_mem.footprints import MOST_UNDER_WAY
+from lora_mem.sizing.units import MOST_UNDER_WAY
 
 torch = pytest.importorskip("torch")
 

@@ -13,9 +13,9 @@ pytest.importorskip("vllm", reason="needs vllm")
 
 from test_staging import adapter, layout_for, staged_slots, vllm_slots, worker  # noqa: E402
 
-from lora_mem.host_memory import HostBlock  # noqa: E402
-from lora_mem.offload import move_to_host, release_device_memory  # noqa: E402
-from lora_mem.staging import Receiver  # noqa: E402
+from lora_mem.staging.host_memory import HostBlock  # noqa: E402
+from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
+from lora_mem.staging.receiving import Receiver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

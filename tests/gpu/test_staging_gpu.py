@@ -13,9 +13,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from test_staging import LAYOUTS, RANK, adapter, layout_for, staged_slots, vllm_slots, worker  # noqa: E402
 
-from lora_mem.host_memory import HostBlock  # noqa: E402
-from lora_mem.offload import release_device_memory  # noqa: E402
-from lora_mem.staging import Receiver  # noqa: E402
+from lora_mem.staging.host_memory import HostBlock  # noqa: E402
+from lora_mem.staging.offload import release_device_memory  # noqa: E402
+from lora_mem.staging.receiving import Receiver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

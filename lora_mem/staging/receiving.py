@@ -23,11 +23,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from lora_mem.checking import (
+from lora_mem.errors import AdapterError
+from lora_mem.sizing.units import MOST_UNDER_WAY, allowed_under_way
+from lora_mem.staging.checking import (
     CASTABLE,
     HAVE_DATA,
     PLAIN,
-    AdapterError,
     ServedModel,
     ServedModule,
     TensorName,
@@ -35,8 +36,7 @@ from lora_mem.checking import (
     compact,
     is_plain,
 )
-from lora_mem.footprints import MOST_UNDER_WAY, allowed_under_way
-from lora_mem.host_memory import HostBlock, aligned, copied, view_key
+from lora_mem.staging.host_memory import HostBlock, aligned, copied, view_key
 
 _versions = itertools.count(1)
 

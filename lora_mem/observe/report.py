@@ -17,8 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lora_mem.footprints import GIB, html_table
-from lora_mem.results import Bench, by_rank, is_bench
+from lora_mem.observe.results import Bench, by_rank, is_bench
+from lora_mem.sizing.footprints import html_table
+from lora_mem.sizing.units import GIB
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 """Caption, columns with units, rows."""
@@ -89,7 +90,7 @@ def render(folder: str | Path) -> str:
     shown, body = _markdown(readme.read_text(encoding="utf-8"), folder)
     sections = [_section(path, path.relative_to(folder).as_posix(), shown) for path in paths]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(files("lora_mem").joinpath("report.html").read_text(encoding="utf-8"))
+    template = environment.from_string(files("lora_mem.observe").joinpath("report.html").read_text(encoding="utf-8"))
     title = re.search(r"^# (.+)$", readme.read_text(encoding="utf-8"), re.MULTILINE)
     page: str = template.render(
         title=title[1] if title else folder.resolve().name, body=body, sections=sections, folder=folder.resolve().name

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.buffers import MAX_LORA_RANKS, whole_number
-from lora_mem.footprints import FIGURES, Footprint, footprint, gib, html_table
-from lora_mem.layers import SizingError
-from lora_mem.progress import progress
-from lora_mem.shapes import ModelShape, known_models
+from lora_mem.errors import SizingError
+from lora_mem.sizing.footprints import FIGURES, Footprint, footprint, html_table
+from lora_mem.sizing.shapes import ModelShape, known_models
+from lora_mem.sizing.tensors import MAX_LORA_RANKS, whole_number
+from lora_mem.sizing.units import gib
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -282,7 +282,7 @@ def sweep(model: ModelShape | dict[str, Any] | str | Path, **axes: Any) -> pd.Da
 
 def _sweep_rows(shape: ModelShape, varied: dict[str, Any], fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
     combinations = list(itertools.product(*varied.values()))
-    for values in progress(combinations, what=f"sizing {shape.name}"):
+    for values in combinations:
         row: dict[str, Any] = dict(zip(varied, values, strict=True))
         try:
             result = footprint(shape, **fixed, **row)
@@ -303,7 +303,7 @@ def by_model(models: Sequence[str] | None = None, *, rank: int, **options: Any) 
     import pandas
 
     rows = []
-    for model in progress(list(models or known_models()), what="sizing models"):
+    for model in models or known_models():
         row: dict[str, Any] = {"model": model}
         try:
             result = footprint(model, rank=rank, **options)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from lora_mem.buffers import MAX_LORA_RANKS, MOE_BACKENDS
-from lora_mem.footprints import STRATEGIES, footprint
-from lora_mem.layers import SizingError
-from lora_mem.shapes import known_models
+from lora_mem.errors import SizingError
+from lora_mem.sizing.footprints import STRATEGIES, footprint
+from lora_mem.sizing.shapes import known_models
+from lora_mem.sizing.tensors import MAX_LORA_RANKS, MOE_BACKENDS
 
 
 def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:

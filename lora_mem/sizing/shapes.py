@@ -10,7 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lora_mem.layers import Config, Experts, Group, Module, SizingError, parse_object, read_bytes
+from lora_mem.errors import SizingError
+from lora_mem.sizing.modules import Config, Experts, Group, Module, parse_object, read_bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def known_config(name: str) -> dict[str, Any]:
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = (resources.files("lora_mem") / "known_models.json").read_text(encoding="utf-8")
+    text = (resources.files("lora_mem.sizing") / "known_models.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)
     return table
 
@@ -166,7 +167,7 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
+    from lora_mem.sizing.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
 
     config = Config(fields, where)
     architectures, model_type = config.items("architectures"), fields.get("model_type")

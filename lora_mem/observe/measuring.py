@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.footprints import HOLDERS, Footprint, Strategy, most_under_way, padding, power_of_two
-from lora_mem.offload import memory
+from lora_mem.sizing.footprints import HOLDERS, Footprint, Strategy, padding
+from lora_mem.sizing.units import most_under_way, power_of_two
+from lora_mem.staging.offload import memory
 from lora_mem.vllm_hook import LiveAdapter
 
 
@@ -117,7 +118,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
 
 
 class WorkerExtension(vllm_hook.WorkerExtension):
-    """For `worker_extension_cls="lora_mem.measuring.WorkerExtension"`: the hook's functions and this one."""
+    """For `worker_extension_cls="lora_mem.observe.measuring.WorkerExtension"`: the hook's functions and this one."""
 
     def lora_mem_measure(self, lora_int_id: int | None = None) -> dict[str, Any]:
         """`measure` of this worker as plain values, for `Footprint.from_dict`."""

@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lora_mem.errors import SizingError
+
 LinearKind = Literal["column", "merged", "mamba", "qkv", "row", "replicated", "embedding", "logits"]
 ExpertLayout = Literal["gated", "non_gated", "fused"]
-
-
-class SizingError(ValueError):
-    """Something asked for cannot be sized; the message names the argument or field, its value and what is allowed."""
-
-    def __init__(self, what: str, value: object, allowed: str) -> None:
-        """Say that `what`, which was `value`, is not as `allowed`."""
-        super().__init__(f"{what}={value!r}: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from math import prod, sqrt
 from typing import NamedTuple, TypeVar
 
-from lora_mem.layers import Experts, Group, Linear, Module, SizingError, join
-from lora_mem.shapes import ModelShape
+from lora_mem.errors import SizingError
+from lora_mem.sizing.modules import Experts, Group, Linear, Module, join
+from lora_mem.sizing.shapes import ModelShape
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_VOCAB_SIZE = 258048  # LogitsProcessorWithLoRA refuses more

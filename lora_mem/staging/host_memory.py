@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lora_mem.footprints import BLOCK_ALIGNMENT
-from lora_mem.footprints import aligned as aligned
+from lora_mem.sizing.units import BLOCK_ALIGNMENT
+from lora_mem.sizing.units import aligned as aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.host_memory import HostBlock, copied, pinned_by_torch, resident
+from lora_mem.drawing import draw
+from lora_mem.staging.host_memory import HostBlock, copied, pinned_by_torch, resident
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -249,13 +250,11 @@ class Profile:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Phases over time, nested ones below."""
-        from lora_mem.plots import plot_profile
-
-        return plot_profile(self, ax)
+        return draw(self, ax)
 
     def plot_memory(self, ax: Axes | None = None) -> Axes:
         """GPU and host memory over time, by the samples or else by the borders of phases."""
-        from lora_mem.plots import plot_memory
+        from lora_mem.observe.plots import plot_memory
 
         return plot_memory(self, ax)
 
@@ -865,7 +864,7 @@ def _snapshot_entry(address: int, nbytes: int) -> dict[str, Any]:
         "size": abs(nbytes),
         "stream": 0,
         "time_us": time.time_ns() // 1000,
-        "frames": [{"name": "HostBlock", "filename": "lora_mem/host_memory.py", "line": 0}],
+        "frames": [{"name": "HostBlock", "filename": "lora_mem/staging/host_memory.py", "line": 0}],
     }
 
 
@@ -901,7 +900,7 @@ def profile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
 
     Resets torch's peak counters (`torch.cuda.reset_peak_memory_stats`) where a phase begins and ends. Without options a
     phase costs some tens of microseconds, and waiting for the GPU. Profiles can be nested; each sees all phases that
-    the hook records, and those of `lora_mem.profiling.phase`.
+    the hook records, and those of `lora_mem.observe.profiling.phase`.
 
     An `async def` is profiled from its first step to its last, all that it awaits included; a generator is refused.
 

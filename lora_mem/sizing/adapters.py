@@ -13,7 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lora_mem.buffers import (
+from lora_mem.errors import SizingError
+from lora_mem.sizing.footprints import Footprint, combine, footprint, packed_rows, sum_parts
+from lora_mem.sizing.modules import Experts, Group, Linear, Module, parse_object, read_bytes
+from lora_mem.sizing.shapes import ModelShape
+from lora_mem.sizing.tensors import (
     ITEMSIZE,
     MAX_LORA_RANKS,
     RECEIVED_ITEMSIZE,
@@ -28,9 +32,6 @@ from lora_mem.buffers import (
     slot_rank,
     whole_number,
 )
-from lora_mem.footprints import Footprint, combine, footprint, packed_rows, sum_parts
-from lora_mem.layers import Experts, Group, Linear, Module, SizingError, parse_object, read_bytes
-from lora_mem.shapes import ModelShape
 
 # Dtypes of a safetensors header: torch's name and the bits of an element.
 DTYPES = {

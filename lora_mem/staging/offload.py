@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem.host_memory import HostBlock, aligned, copied, view_key
+from lora_mem.staging.host_memory import HostBlock, aligned, copied, view_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_mem.families import ARCHITECTURE_OF
-from lora_mem.shapes import known_config
+from lora_mem.sizing.families import ARCHITECTURE_OF
+from lora_mem.sizing.shapes import known_config
 
 # Fields that size nothing but are asked for, by type of model.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem import profiling, vllm_hook
-from lora_mem.checking import ServedModule
-from lora_mem.layers import Experts
-from lora_mem.profiling import Profile, Watch, memory_and_peak, phase, profile, watched
-from lora_mem.shapes import ModelShape
+from lora_mem import vllm_hook
+from lora_mem.observe import profiling
+from lora_mem.observe.profiling import Profile, Watch, memory_and_peak, phase, profile, watched
+from lora_mem.sizing.modules import Experts
+from lora_mem.sizing.shapes import ModelShape
+from lora_mem.staging.checking import ServedModule
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel

@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from lora_mem.profiling import Profile, profile
+from lora_mem.observe.profiling import Profile, profile
 
 
 def register(shell: Any) -> None:
@@ -42,7 +42,8 @@ def register(shell: Any) -> None:
         return profiler.result
 
     lora_mem.__doc__ = f"""{parser.format_help()}
-The parts of an adapter's load show by themselves; `with lora_mem.profiling.phase("stage"):` marks parts of your own.
+The parts of an adapter's load show by themselves; `with phase("stage"):` of
+`lora_mem.observe.profiling` marks parts of your own.
 A cell that awaits takes `with lora_mem.profile() as profiler:` instead.
 """
     shell.register_magic_function(lora_mem, magic_kind="cell", magic_name="lora_mem")

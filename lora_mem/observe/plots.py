@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.footprints import GIB, Footprint
-from lora_mem.planning import sweep
+from lora_mem.sizing.footprints import Footprint
+from lora_mem.sizing.planning import sweep
+from lora_mem.sizing.units import GIB
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
 
-    from lora_mem.profiling import Memory, Phase, Profile
-    from lora_mem.results import Bench, Sync
+    from lora_mem.observe.profiling import Memory, Phase, Profile
+    from lora_mem.observe.results import Bench, Sync
 
 PHASE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 PARTS = ("activate", "pack", "build", "offload", "stage", "load", "rebuild")  # one colour each in all figures
@@ -31,6 +32,19 @@ def _axes(ax: Axes | None) -> Axes:
     # A figure of its own, outside pyplot: nothing is kept alive and nothing is shown by accident.
     axes: Axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
     return axes
+
+
+def draw(result: Any, ax: Axes | None = None) -> Axes:
+    """Draw a result by its type, as its `plot` does; returns matplotlib's Axes.
+
+    Raises:
+        TypeError: nothing is known to draw of this type.
+    """
+    plots: dict[str, Callable[[Any, Axes | None], Axes]] = {"Footprint": plot_phases, "Profile": plot_profile}
+    kind = type(result).__name__
+    if kind not in plots:
+        raise TypeError(f"there is no plot of a {kind}; there are plots of {', '.join(plots)}")
+    return plots[kind](result, ax)
 
 
 def plot_holders(footprints: Mapping[str, Footprint] | Sequence[Footprint], ax: Axes | None = None) -> Axes:
@@ -257,7 +271,7 @@ def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total
     Raises:
         ValueError: the trace has no such phase.
     """
-    from lora_mem.profiling import read_device, read_trace
+    from lora_mem.observe.profiling import read_device, read_trace
 
     ax = _axes(ax)
     phases, device = read_trace(path), read_device(path)

@@ -2,7 +2,7 @@
 
 Three holders (vLLM's words): *staged* are the tensors as they were received, *packed* is the registered `LoRAModel`,
 *slots* are the buffers that vLLM allocates at start-up and that generation reads. Every figure is a sum over the shapes
-of tensors that `lora_mem.buffers` lists one by one.
+of tensors that `lora_mem.sizing.tensors` lists one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from lora_mem.buffers import (
+from lora_mem.drawing import draw
+from lora_mem.errors import SizingError
+from lora_mem.sizing.shapes import ModelShape
+from lora_mem.sizing.tensors import (
     ITEMSIZE,
     RECEIVED_ITEMSIZE,
     Options,
@@ -32,30 +35,14 @@ from lora_mem.buffers import (
     staged_tensors,
     whole_number,
 )
-from lora_mem.layers import SizingError
-from lora_mem.shapes import ModelShape
+from lora_mem.sizing.units import BLOCK_ALIGNMENT, aligned, gib, most_under_way, power_of_two
 
 if TYPE_CHECKING:
     import pandas as pd
 
-GIB = 1024**3
-
 Strategy = Literal["keep", "offload", "stage"]
 STRATEGIES: tuple[Strategy, ...] = ("keep", "offload", "stage")
 HOLDERS = ("packed", "staged", "slots")
-
-BLOCK_ALIGNMENT = 256
-"""Bytes. Each tensor in a block of `stage` starts at a multiple of it."""
-MOST_UNDER_WAY = 136 * 1024**2
-"""Bytes of GPU memory in which `stage` lets finished parts wait for their copy to the host.
-
-A layer of Qwen3-30B-A3B at rank 64 has 132 MiB, and so does not wait for its own copies.
-"""
-
-
-def gib(size: int) -> str:
-    """A size for printing, in GiB with four digits."""
-    return f"{size / GIB:.4f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +177,7 @@ class Footprint:
 
     def plot(self, ax: Any = None) -> Any:
         """Bars of the holders by phase; takes and returns matplotlib's Axes."""
-        from lora_mem.plots import plot_phases
-
-        return plot_phases(self, ax=ax)
+        return draw(self, ax)
 
     def __repr__(self) -> str:
         """Plain and stable: a table of the figures."""
@@ -605,32 +590,9 @@ def combine(
     )
 
 
-def allowed_under_way(largest: int) -> int:
-    """Bytes of GPU memory in which parts may wait for their copy to the host where the largest has so many.
-
-    Of larger parts than `MOST_UNDER_WAY` foresees two may: one is made while the other is copied.
-    """
-    return max(MOST_UNDER_WAY, 2 * largest)
-
-
-def most_under_way(packed: int, largest: int) -> int:
-    """Bytes that `stage` can have on the GPU at once of an adapter, given its largest packed tensor."""
-    return min(packed, allowed_under_way(largest))
-
-
 def padding(slots: int, rank: int, max_lora_rank: int) -> int:
     """The part of `slots` bytes that adapters of `rank` leave empty."""
     return slots * (max_lora_rank - rank) // max_lora_rank
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to `BLOCK_ALIGNMENT`."""
-    return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
-
-
-def power_of_two(size: int) -> int:
-    """The block that torch's pinned cache takes for `size` bytes."""
-    return 1 << (size - 1).bit_length() if size else 0
 
 
 def _holder_tensors(

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lora_mem.errors import AdapterError
+
 CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes a factor may have; vLLM casts it to `lora_dtype`."""
 
@@ -31,10 +33,6 @@ _LISTED = 12
 def is_plain(tensor: Any) -> bool:
     """Whether this is a tensor as any adapter's are: of no subclass, dense, not nested."""
     return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
-
-
-class AdapterError(ValueError):
-    """An adapter was refused. Nothing was changed: what was staged, registered and active before still is."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from lora_mem.layers import Child, Config, ExpertLayout, Experts, Group, Linear, Module
+from lora_mem.sizing.modules import Child, Config, ExpertLayout, Experts, Group, Linear, Module
 
 Modules = tuple[Module, ...]
 Builder = Callable[[Config], tuple[Group, ...]]

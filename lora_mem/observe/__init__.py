@@ -1,0 +1,1 @@
+"""Profiles, traces, plots and measurements of a live engine."""

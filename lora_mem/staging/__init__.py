@@ -1,0 +1,1 @@
+"""Adapters in pinned host memory. Needs torch and knows nothing of vLLM."""

@@ -1,0 +1,1 @@
+"""Tiny models, random adapters and whole scenarios, for tests, notebooks and benchmarks."""
