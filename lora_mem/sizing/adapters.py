@@ -17,6 +17,7 @@ from lora_mem.errors import SizingError
 from lora_mem.sizing.footprints import Footprint, combine, footprint, packed_rows, sum_parts
 from lora_mem.sizing.modules import Experts, Group, Linear, Module, parse_object, read_bytes
 from lora_mem.sizing.shapes import ModelShape
+from lora_mem.sizing.targets import match_pattern, scaling_of
 from lora_mem.sizing.tensors import (
     ITEMSIZE,
     MAX_LORA_RANKS,
@@ -26,9 +27,7 @@ from lora_mem.sizing.tensors import (
     check_pattern,
     check_sharded_ranks,
     local_experts,
-    match_pattern,
     positive_number,
-    scaling_of,
     slot_rank,
     whole_number,
 )

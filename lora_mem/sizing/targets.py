@@ -1,10 +1,20 @@
-"""Which modules an adapter has factors for, by the rules that PEFT reads its config with."""
+"""Which modules an adapter has factors for, and of what rank, by the rules that PEFT reads its config with."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from math import sqrt
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lora_mem.errors import SizingError
+from lora_mem.sizing.modules import Experts, Group, Linear, Module, join
+from lora_mem.sizing.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from lora_mem.sizing.tensors import Options
+
+Value = TypeVar("Value")
 
 
 def targeted(config: dict[str, Any]) -> Callable[[str], bool]:
@@ -62,3 +72,138 @@ def _in_layers(config: dict[str, Any]) -> Callable[[str], bool]:
         return match is not None and int(match.group(1)) in numbers
 
     return inside
+
+
+# In a model: what the options of `footprint` name
+
+
+def matches(path: str, target: str) -> bool:
+    """PEFT's rule for a name in `target_modules`: it is the path or its end, at a dot."""
+    return path == target or path.endswith(f".{target}")
+
+
+def match_pattern(pattern: Iterable[tuple[str, Value]], name: str, default: Value) -> Value:
+    """PEFT's rule for `rank_pattern` and `alpha_pattern`: the first key that is the name or its end, at a dot."""
+    return next((value for key, value in pattern if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def scaling_of(alpha: float, rank: int, use_rslora: bool) -> float:
+    """What vLLM folds into B: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+    return alpha / sqrt(rank) if use_rslora else alpha / rank
+
+
+def expert_names(module: Experts, options: Options) -> tuple[str, ...]:
+    """What the adapter calls the projections of an expert, in the order w1, w2, w3 (or gate_up, down)."""
+    if options.enable_moe_shared_loras:
+        return ("w1", "w2", "w3")
+    if module.layout == "fused" and not options.is_3d_lora_weight:
+        return ("gate_proj", "down_proj", "up_proj")
+    if options.is_3d_lora_weight:
+        return ("gate_up_proj", "down_proj")
+    return module.children
+
+
+def child_paths(module: Module, options: Options, path: str, expert: int = 0) -> list[str]:
+    """PEFT's path of each child of a module at `path`: of one expert, where experts have tensors of their own."""
+    if isinstance(module, Linear):
+        parent = path.rpartition(".")[0]
+        return [join(parent, child.name) for child in module.children]
+    inner = path if options.experts_in_one_tensor else f"{path}.{expert}"
+    return [f"{inner}.{name}" for name in expert_names(module, options)]
+
+
+def chosen(module: Module, options: Options) -> tuple[bool, ...]:
+    """Which children of a module `target_modules` names.
+
+    Raises:
+        SizingError: it names a part of each routed expert, which vLLM does not take.
+
+    """
+    targets, paths = options.target_modules, child_paths(module, options, module.name)
+    if isinstance(module, Linear):
+        if targets == "all-linear":
+            return tuple(child.linear for child in module.children)
+        return tuple(any(matches(path, target) for target in targets) for path in paths)
+    if targets == "all-linear" or any(matches(module.name, target) for target in targets):
+        return (True,) * len(paths)
+    # A parameter is no module: PEFT reaches it by `target_parameters`, whose names hold the parent's too.
+    names = [target for target in targets if "." in target or not options.experts_in_one_tensor]
+    found = tuple(any(matches(path, name) for name in names) for path in paths)
+    if any(found) and not all(found):
+        missing = [name for name, taken in zip(expert_names(module, options), found, strict=True) if not taken]
+        raise SizingError(
+            "target_modules",
+            list(targets),
+            f"takes a part of each routed expert of {module.name} only; vLLM needs {', '.join(missing)} too"
+            " (`experts` takes them all)",
+        )
+    return found
+
+
+def rank_and_unscaled(name: str, options: Options) -> tuple[int, bool]:
+    """The rank of a module, by PEFT's name for it, and whether its scaling is 1: vLLM's `get_rank_and_scaling`."""
+    rank = match_pattern(options.rank_pattern, name, options.rank)
+    alpha = match_pattern(options.alpha_pattern, name, options.lora_alpha)
+    return rank, alpha is not None and scaling_of(alpha, rank, options.use_rslora) == 1
+
+
+def ranks_in_layer(
+    group: Group, module: Module, layer: int, taken: tuple[bool, ...], options: Options
+) -> tuple[tuple[int, bool], ...]:
+    """The rank of each child in one layer and whether its scaling is 1; 0 and False where it is not `taken`.
+
+    Raises:
+        SizingError: the experts of one layer get different ranks, which vLLM does not take.
+
+    """
+    path = group.peft_path(layer, module)
+    if isinstance(module, Linear) or options.experts_in_one_tensor:
+        found = [rank_and_unscaled(name, options) for name in child_paths(module, options, path)]
+        return tuple((rank * is_in, one and is_in) for (rank, one), is_in in zip(found, taken, strict=True))
+    # Experts of their own are stacked, which copies them: it does not matter whether they are scaled.
+    if not options.rank_pattern:
+        return ((options.rank, False),) * len(taken)
+    experts = (child_paths(module, options, path, expert) for expert in range(module.num_experts))
+    ranks = [{rank_and_unscaled(name, options)[0] for name in names} for names in zip(*experts, strict=True)]
+    if any(len(different) > 1 for different in ranks):
+        raise SizingError(
+            "rank_pattern",
+            dict(options.rank_pattern),
+            f"gives the experts of {path} different ranks; vLLM refuses that",
+        )
+    return tuple((different.pop(), False) for different in ranks)
+
+
+def check_targets(shape: ModelShape, options: Options) -> None:
+    """Refuse a name or a pattern that no module matches: PEFT and vLLM would leave it out without a word.
+
+    Raises:
+        SizingError: names what matches nothing.
+
+    """
+    modules = [module for group in shape.groups for module in group.modules]
+    if options.target_modules != "all-linear":
+        available = {path for module in modules for path in child_paths(module, options, module.name)}
+        available |= {module.name for module in modules if isinstance(module, Experts)}
+        for name in options.target_modules:
+            if not any(matches(path, name) for path in available):
+                known = ", ".join(sorted({path.rpartition(".")[2] for path in available}))
+                reason = f"is no module of {shape.name} that vLLM serves with LoRA; it has: {known}"
+                raise SizingError("target_modules", name, reason)
+    for argument, patterns in (("rank_pattern", options.rank_pattern), ("alpha_pattern", options.alpha_pattern)):
+        for pattern, value in patterns:
+            if not any(match_pattern([(pattern, value)], name, None) for name in _adapted(shape, options)):
+                raise SizingError(argument, pattern, f"matches no module of {shape.name} that the adapter targets")
+
+
+def _adapted(shape: ModelShape, options: Options) -> Iterator[str]:
+    """PEFT's path of each module that the adapter has, experts one by one."""
+    for group in shape.groups:
+        for module in group.modules:
+            taken = chosen(module, options)
+            one_by_one = isinstance(module, Experts) and not options.experts_in_one_tensor
+            for layer in group.layers if group.stage == "layers" and any(taken) else (0,):
+                path = group.peft_path(layer, module)
+                for expert in range(module.num_experts) if isinstance(module, Experts) and one_by_one else (0,):
+                    paths = child_paths(module, options, path, expert)
+                    yield from (name for name, is_in in zip(paths, taken, strict=True) if is_in)

@@ -16,8 +16,9 @@ from math import prod, sqrt
 from typing import NamedTuple, TypeVar
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.modules import Experts, Group, Linear, Module, join
+from lora_mem.sizing.modules import Experts, Group, Linear, Module
 from lora_mem.sizing.shapes import ModelShape
+from lora_mem.sizing.targets import check_targets, chosen, expert_names, ranks_in_layer, scaling_of
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_VOCAB_SIZE = 258048  # LogitsProcessorWithLoRA refuses more
@@ -139,6 +140,11 @@ class Options:
             self.dtype,
             self.lora_dtype,
         )
+
+    @property
+    def experts_in_one_tensor(self) -> bool:
+        """Whether the adapter holds a layer's routed experts in one tensor each factor, not expert by expert."""
+        return self.is_3d_lora_weight or self.enable_moe_shared_loras
 
     @property
     def scaling(self) -> float | None:
@@ -382,17 +388,17 @@ def adapter_parts(shape: ModelShape, options: Options) -> Iterator[Part]:
     """The modules that the adapter has, with the rank of each child."""
     for group in shape.groups:
         for module in group.modules:
-            chosen = _chosen(module, options)
-            if not any(chosen):
+            taken = chosen(module, options)
+            if not any(taken):
                 continue
             path = group.path(None, module)
-            dtypes = ((options.dtype, options.dtype),) * len(chosen)
+            dtypes = ((options.dtype, options.dtype),) * len(taken)
             if not options.rank_pattern and not options.alpha_pattern:
-                ranks = tuple(options.rank * taken for taken in chosen)
-                yield Part(path, module, group.count, ranks, dtypes, (options.scaling == 1,) * len(chosen))
+                ranks = tuple(options.rank * is_in for is_in in taken)
+                yield Part(path, module, group.count, ranks, dtypes, (options.scaling == 1,) * len(taken))
                 continue
             layers = group.layers if group.stage == "layers" else (0,)
-            kinds = Counter(tuple(_by_pattern(group, module, layer, chosen, options)) for layer in layers)
+            kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
             for kind, count in kinds.items():
                 yield Part(path, module, count, tuple(r for r, _ in kind), dtypes, tuple(one for _, one in kind))
 
@@ -505,124 +511,6 @@ def _shared_outer(
         yield index, name, "B", 1 if name == "w2" else count, (outputs, rank)
 
 
-def expert_names(module: Experts, options: Options) -> tuple[str, ...]:
-    """What the adapter calls the projections of an expert, in the order w1, w2, w3 (or gate_up, down)."""
-    if options.enable_moe_shared_loras:
-        return ("w1", "w2", "w3")
-    if module.layout == "fused" and not options.is_3d_lora_weight:
-        return ("gate_proj", "down_proj", "up_proj")
-    if options.is_3d_lora_weight:
-        return ("gate_up_proj", "down_proj")
-    return module.children
-
-
-# What the adapter targets
-
-
-def _chosen(module: Module, options: Options) -> tuple[bool, ...]:
-    targets = options.target_modules
-    if isinstance(module, Experts):
-        return _chosen_experts(module, options)
-    if targets == "all-linear":
-        return tuple(child.linear for child in module.children)
-    parent = module.name.rpartition(".")[0]
-    return tuple(
-        any(matches(f"{parent}.{child.name}" if parent else child.name, target) for target in targets)
-        for child in module.children
-    )
-
-
-def _chosen_experts(module: Experts, options: Options) -> tuple[bool, ...]:
-    targets, names = options.target_modules, expert_names(module, options)
-    if targets == "all-linear" or any(matches(module.name, target) for target in targets):
-        return (True,) * len(names)
-    if options.is_3d_lora_weight or options.enable_moe_shared_loras:
-        paths = [f"{module.name}.{name}" for name in names]
-        # A parameter is no module: PEFT reaches it by `target_parameters`, whose names hold the parent's too.
-        chosen = tuple(any("." in target and matches(path, target) for target in targets) for path in paths)
-    else:
-        paths = [f"{module.name}.0.{name}" for name in names]
-        chosen = tuple(any(matches(path, target) for target in targets) for path in paths)
-    if any(chosen) and not all(chosen):
-        missing = [name for name, taken in zip(names, chosen, strict=True) if not taken]
-        raise SizingError(
-            "target_modules",
-            list(targets),
-            f"takes a part of each routed expert of {module.name} only; vLLM needs {', '.join(missing)} too"
-            " (`experts` takes them all)",
-        )
-    return chosen
-
-
-def _by_pattern(
-    group: Group, module: Module, layer: int, chosen: tuple[bool, ...], options: Options
-) -> Iterator[tuple[int, bool]]:
-    """The rank of each child in one layer and whether its scaling is 1, by PEFT's rule for patterns."""
-    path = group.peft_path(layer, module)
-    if not isinstance(module, Experts):
-        parent = path.rpartition(".")[0]
-        for child, taken in zip(module.children, chosen, strict=True):
-            rank, unscaled = rank_and_unscaled(join(parent, child.name), options)
-            yield rank * taken, unscaled and taken
-        return
-    kinds = expert_names(module, options)
-    if options.is_3d_lora_weight or options.enable_moe_shared_loras:
-        yield from (rank_and_unscaled(f"{path}.{kind}", options) for kind in kinds)
-        return
-    if not options.rank_pattern:
-        yield from ((options.rank, False) for _ in kinds)
-        return
-    for kind in kinds:
-        ranks = {
-            match_pattern(options.rank_pattern, f"{path}.{expert}.{kind}", options.rank)
-            for expert in range(module.num_experts)
-        }
-        if len(ranks) > 1:
-            raise SizingError(
-                "rank_pattern",
-                dict(options.rank_pattern),
-                f"gives the experts of {path} different ranks; vLLM refuses that",
-            )
-        yield ranks.pop(), False  # stacked, which copies
-
-
-def rank_and_unscaled(name: str, options: Options) -> tuple[int, bool]:
-    """The rank of a module, by PEFT's name for it, and whether its scaling is 1: vLLM's `get_rank_and_scaling`."""
-    rank = match_pattern(options.rank_pattern, name, options.rank)
-    alpha = match_pattern(options.alpha_pattern, name, options.lora_alpha)
-    return rank, alpha is not None and scaling_of(alpha, rank, options.use_rslora) == 1
-
-
-def match_pattern(pattern: Iterable[tuple[str, Value]], name: str, default: Value) -> Value:
-    """PEFT's rule for `rank_pattern` and `alpha_pattern`: the first key that is the name or its end, at a dot."""
-    return next((value for key, value in pattern if re.match(rf"(.*\.)?({key})$", name)), default)
-
-
-def scaling_of(alpha: float, rank: int, use_rslora: bool) -> float:
-    """What vLLM folds into B: alpha / r, or alpha / sqrt(r) for rsLoRA."""
-    return alpha / sqrt(rank) if use_rslora else alpha / rank
-
-
-def matches(path: str, target: str) -> bool:
-    """PEFT's rule: the target is the path or its end, at a dot."""
-    return path == target or path.endswith(f".{target}")
-
-
-def target_names(shape: ModelShape, options: Options) -> set[str]:
-    """Paths within a layer that PEFT's target_modules can name, `mlp.experts` standing for the routed experts."""
-    names: set[str] = set()
-    for group in shape.groups:
-        for module in group.modules:
-            parent = module.name.rpartition(".")[0]
-            if isinstance(module, Experts):
-                middle = "" if options.is_3d_lora_weight or options.enable_moe_shared_loras else "0."
-                names.add(module.name)
-                names.update(f"{module.name}.{middle}{name}" for name in expert_names(module, options))
-            else:
-                names.update(f"{parent}.{child.name}".lstrip(".") for child in module.children)
-    return names
-
-
 # Checking
 
 
@@ -727,8 +615,7 @@ def check_options(
         lora_dtype=dtype if lora_dtype == "auto" else lora_dtype,
         assumes=_assumed_backend(shape) if moe_backend is None else "",
     )
-    _check_targets(shape, options)
-    _check_patterns_match(shape, options)
+    check_targets(shape, options)
     _check_vocabulary(shape, options)
     return options
 
@@ -858,45 +745,6 @@ def _deployment(shape: ModelShape, targets: Sequence[str] | None) -> tuple[str, 
         if not found:
             raise SizingError("lora_target_modules", name, f"is no module of {shape.name} that has slots")
     return names
-
-
-def _check_targets(shape: ModelShape, options: Options) -> None:
-    if isinstance(options.target_modules, str):
-        return
-    available = target_names(shape, options)
-    for name in options.target_modules:
-        if not any(matches(path, name) for path in available):
-            known = sorted({path.rpartition(".")[2] for path in available})
-            raise SizingError(
-                "target_modules",
-                name,
-                f"is no module of {shape.name} that vLLM serves with LoRA; it has: {', '.join(known)}",
-            )
-
-
-def _check_patterns_match(shape: ModelShape, options: Options) -> None:
-    """Refuse a pattern that no module of the adapter matches: PEFT and vLLM would leave it out without a word."""
-    for argument, patterns in (("rank_pattern", options.rank_pattern), ("alpha_pattern", options.alpha_pattern)):
-        for pattern, value in patterns:
-            if not any(match_pattern([(pattern, value)], name, None) for name in _adapted_names(shape, options)):
-                raise SizingError(argument, pattern, f"matches no module of {shape.name} that the adapter targets")
-
-
-def _adapted_names(shape: ModelShape, options: Options) -> Iterator[str]:
-    """PEFT's path of each module that the adapter has, experts one by one."""
-    for group in shape.groups:
-        for module in group.modules:
-            chosen = _chosen(module, options)
-            for layer in group.layers if group.stage == "layers" and any(chosen) else (0,):
-                path = group.peft_path(layer, module)
-                if isinstance(module, Linear):
-                    parent = path.rpartition(".")[0]
-                    names = [join(parent, child.name) for child in module.children]
-                    yield from (name for name, taken in zip(names, chosen, strict=True) if taken)
-                elif any(chosen):
-                    whole = options.is_3d_lora_weight or options.enable_moe_shared_loras
-                    experts = [""] if whole else [f".{index}" for index in range(module.num_experts)]
-                    yield from (f"{path}{e}.{name}" for e in experts for name in expert_names(module, options))
 
 
 def check_sharded_ranks(parts: Iterable[Part], options: Options) -> None:
