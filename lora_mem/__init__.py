@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from lora_mem.vllm_hook import status as status
     from lora_mem.vllm_hook import trim as trim
     from lora_mem.vllm_hook import uninstall as uninstall
+    from lora_mem.worker import WorkerExtension as WorkerExtension
 
 _HOME = {
     "AdapterError": "errors",
     "ModelShape": "sizing.shapes",
     "SizingError": "errors",
+    "WorkerExtension": "worker",
     "drop_adapter": "vllm_hook",
     "footprint": "sizing.footprints",
     "install": "vllm_hook",

@@ -28,7 +28,7 @@ def llm(tmp_path_factory):
     from lora_mem.testing import scenarios
 
     model = scenarios.write_model(tmp_path_factory.mktemp("model"), scenarios.TINY_DENSE)
-    return scenarios.start_engine(model)
+    return scenarios.start_engine(model, worker_extension_cls="lora_mem.WorkerExtension")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from vllm.lora.request import LoRARequest
 
 import lora_mem
 from lora_mem.errors import AdapterError
-from lora_mem.observe import measuring
 from lora_mem.sizing import footprints
 from lora_mem.sizing.adapters import read_adapter
 from lora_mem.sizing.targets import targeted
@@ -457,7 +456,7 @@ def test_what_a_measurement_says_of_itself(llm, hook, manager):
     assert first.host_bytes == second.host_bytes == first.packed_bytes + second.staged_bytes
     assert f"cpu={first.packed_bytes}" in first.why("packed")
     assert "page_locked=0" in first.why("packed")
-    sent = measuring.WorkerExtension().lora_mem_measure(1)
+    (sent,) = llm.collective_rpc("lora_mem_measure", args=(1,))
     received = footprints.Footprint.from_dict(json.loads(json.dumps(sent)))
     assert first.compare(received).equal
     assert received.why("packed") == first.why("packed")
@@ -496,14 +495,13 @@ def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_pat
 
 
 def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager):
-    worker = hook.WorkerExtension()
     hook.uninstall()
-    tensors, config = adapter(manager)
-    request = worker.lora_mem_stage_adapter(1, tensors, config)  # installs the hook
+    (request,) = llm.collective_rpc("lora_mem_stage_adapter", args=(1, *adapter(manager)))  # installs the hook
     scenarios.generate(llm, request)
-    assert worker.lora_mem_status()["adapters"][0]["loaded"]
-    assert worker.lora_mem_holders()[0]["registered"]["cpu"] > 0
-    assert worker.lora_mem_drop_adapter(1)
+    (status,), (holders,) = llm.collective_rpc("lora_mem_status"), llm.collective_rpc("lora_mem_holders")
+    assert status["adapters"][0]["loaded"]
+    assert holders[0]["registered"]["cpu"] > 0
+    assert llm.collective_rpc("lora_mem_drop_adapter", args=(1,)) == [True]
 
 
 def chunks_of(tensors, size=5):

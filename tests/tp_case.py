@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 
-from lora_mem.observe.measuring import WorkerExtension
+from lora_mem import WorkerExtension
 
 
 class Extension(WorkerExtension):

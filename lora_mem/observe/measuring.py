@@ -23,7 +23,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
 
     Each figure is the bytes of real tensors, memory that several of them show counted once; `why` tells how many
     tensors, on which devices, and how much of it is page-locked. To be called in the worker's process; from outside by
-    `collective_rpc` (see `WorkerExtension` here).
+    `collective_rpc` (see `lora_mem.WorkerExtension`).
 
     Args:
         engine: an `LLM` or `LLMEngine` whose worker is in this process, a worker, its LoRA manager, or None for the
@@ -115,14 +115,6 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         found=found,
         found_rows=tuple(rows),
     )
-
-
-class WorkerExtension(vllm_hook.WorkerExtension):
-    """For `worker_extension_cls="lora_mem.observe.measuring.WorkerExtension"`: the hook's functions and this one."""
-
-    def lora_mem_measure(self, lora_int_id: int | None = None) -> dict[str, Any]:
-        """`measure` of this worker as plain values, for `Footprint.from_dict`."""
-        return measure(None, lora_int_id).to_dict()
 
 
 def _chosen(adapters: Mapping[int, LiveAdapter], lora_int_id: int | None) -> LiveAdapter:

@@ -313,7 +313,7 @@ def stage_adapter(
     """Stage an adapter from memory; give the returned request to `LLM.generate` or `add_lora`.
 
     To be called in the process of vLLM's worker: in your own with `VLLM_ENABLE_V1_MULTIPROCESSING=0` and one GPU, else
-    through `collective_rpc` and a worker extension (see `WorkerExtension`), in every worker.
+    through `collective_rpc` and a worker extension (`lora_mem.WorkerExtension`), in every worker.
 
     Args:
         lora_int_id: 1 or more; must not be in use, unless `load_inplace`.
@@ -757,7 +757,7 @@ def manager_of(engine: Any = None) -> Any:
     if worker is None:
         raise LookupError(
             f"{type(engine).__name__} has no worker in this process; measure in each worker, by"
-            ' collective_rpc("lora_mem_measure") with worker_extension_cls="lora_mem.observe.measuring.WorkerExtension"'
+            ' collective_rpc("lora_mem_measure") with worker_extension_cls="lora_mem.WorkerExtension"'
         )
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
@@ -782,48 +782,6 @@ def pack_without_engine(model: LoRAModel, packed_modules: dict[str, list[str]]) 
     manager.is_pooling_model = manager._is_non_gated_moe = manager._enable_moe_shared_loras = False
     manager.packed_modules = packed_modules
     manager._create_merged_loras_inplace(model)
-
-
-class WorkerExtension:
-    """For `worker_extension_cls="lora_mem.vllm_hook.WorkerExtension"`: the hook's functions in each worker.
-
-    The slot can hold one class only. A host that has its own calls `lora_mem.stage_adapter` and the others from there.
-    """
-
-    def lora_mem_stage_adapter(
-        self,
-        lora_int_id: int,
-        tensors: Mapping[str, torch.Tensor] | bytes,
-        adapter_config: Any,
-        name: str | None = None,
-        load_inplace: bool = False,
-        fill_slot: bool = False,
-    ) -> LoRARequest:
-        """`stage_adapter` in this worker; the hook is installed if it is not.
-
-        Between processes vLLM's `collective_rpc` turns tensors in a dict into lists, and the request that is returned
-        too: send `safetensors.torch.save(tensors)`, and make the request of the reply with `LoRARequest(*reply)`.
-        """
-        if _inactive_because:
-            install()
-        if isinstance(tensors, bytes):
-            from safetensors.torch import load
-
-            tensors = load(tensors)
-        how = {"load_inplace": load_inplace, "fill_slot": fill_slot}
-        return stage_adapter(lora_int_id, tensors, adapter_config, name, **how)
-
-    def lora_mem_drop_adapter(self, lora_int_id: int) -> bool:
-        """`drop_adapter` in this worker."""
-        return drop_adapter(lora_int_id)
-
-    def lora_mem_status(self) -> dict[str, Any]:
-        """`status` of this worker, as plain values."""
-        return status().to_dict()
-
-    def lora_mem_holders(self) -> list[dict[str, dict[str, int]]]:
-        """`holders` of each LoRA manager in this worker."""
-        return [holders(manager) for manager in live_managers()]
 
 
 # -------------------------------------------------------------------------------------------------------- the wrappers
