@@ -12,8 +12,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from lora_mem.errors import AdapterError  # noqa: E402
-from lora_mem.staging import checking  # noqa: E402
-from lora_mem.staging.checking import ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
+from lora_mem.sizing import rules  # noqa: E402
+from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
+from lora_mem.staging.tensors import check_tensors  # noqa: E402
 
 EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
 SERVED = ServedModel(
@@ -142,23 +143,23 @@ def test_tensors_of_the_wrong_kind_are_refused():
         ({"a": good.to(torch.float8_e4m3fn)}, "cannot cast a"),
     ]:
         with pytest.raises(AdapterError, match=message):
-            checking.check_tensors(tensors)
-    checking.check_tensors({"a": torch.nn.Parameter(good), "b": good.half(), "c": good.double()})
+            check_tensors(tensors)
+    check_tensors({"a": torch.nn.Parameter(good), "b": good.half(), "c": good.double()})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_are_looked_at_only_when_asked(value):
     tensors = {"good": torch.zeros(2), "bad": torch.tensor([1.0, value])}
-    checking.check_tensors(tensors)
+    check_tensors(tensors)
     with pytest.raises(AdapterError, match="NaN or Inf in bad"):
-        checking.check_tensors(tensors, check_finite=True)
+        check_tensors(tensors, check_finite=True)
 
 
 def test_values_that_the_cast_would_make_infinite():
     tensors = {"good": torch.tensor([65504.0]), "bad": torch.tensor([1e6])}
-    checking.check_tensors(tensors, check_finite=True, cast_to=[torch.bfloat16])
+    check_tensors(tensors, check_finite=True, cast_to=[torch.bfloat16])
     with pytest.raises(AdapterError, match=r"too large for the slots' torch.float16 in bad"):
-        checking.check_tensors(tensors, check_finite=True, cast_to=[torch.float16])
+        check_tensors(tensors, check_finite=True, cast_to=[torch.float16])
 
 
 def test_a_config_may_be_a_dict_or_an_object():
@@ -174,8 +175,8 @@ def test_a_config_may_be_a_dict_or_an_object():
 
     expected = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     for config in (dataclasses.asdict(Config()), Config(), WithToDict()):
-        assert checking.plain_config(config) == expected
-    assert checking.plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
+        assert rules.plain_config(config) == expected
+    assert rules.plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
     for config, message in [
         (3, "adapter_config is a int"),
         ({"lora_alpha": 1}, r"adapter_config\['r'\] is None"),
@@ -201,7 +202,7 @@ def test_a_config_may_be_a_dict_or_an_object():
         ({"r": 8, "lora_alpha": -1}, r"adapter_config\['lora_alpha'\] is -1"),
     ]:
         with pytest.raises(AdapterError, match=message):
-            checking.plain_config(config)
+            rules.plain_config(config)
 
 
 def test_many_names_are_written_as_ranges_and_few_in_full():

@@ -24,19 +24,10 @@ from typing import Any, NoReturn
 import torch
 
 from lora_mem.errors import AdapterError
+from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, check_adapter, compact
 from lora_mem.sizing.units import MOST_UNDER_WAY, allowed_under_way
-from lora_mem.staging.checking import (
-    CASTABLE,
-    HAVE_DATA,
-    PLAIN,
-    ServedModel,
-    ServedModule,
-    TensorName,
-    check_adapter,
-    compact,
-    is_plain,
-)
 from lora_mem.staging.host_memory import HostBlock, aligned, copied, view_key
+from lora_mem.staging.tensors import CASTABLE, HAVE_DATA, PLAIN, is_plain
 
 _versions = itertools.count(1)
 
@@ -168,6 +159,12 @@ class Layout:
     _sources_by_parts: dict[tuple[Any, ...], Source] = field(default_factory=dict)
     _planned: int = 0
 
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """To which every factor is cast."""
+        dtype: torch.dtype = getattr(torch, self.served.dtype)
+        return dtype
+
     def learn(self, names: Iterable[str]) -> None:
         """Work out where tensors of these names go.
 
@@ -264,7 +261,7 @@ class Layout:
 
     def nbytes(self, names: Collection[str]) -> int:
         """Bytes of a block that holds exactly the parts of these tensors, none of them shared."""
-        return sum(part.nbytes(self.served.dtype) for part in self.parts_of(names))
+        return sum(part.nbytes(self.dtype) for part in self.parts_of(names))
 
     def parts_of(self, names: Iterable[str]) -> frozenset[Part]:
         """The parts that tensors of these names are laid out in."""
@@ -278,11 +275,11 @@ class Layout:
         plan = self.plan(tuple(tensors))
         parts = {group.part for group in plan.groups}.union(*(source.parts for _, source in plan.whole))
         shared = {group.part for group in plan.groups if self.is_shared(group, group.pick(values))}
-        return sum(part.nbytes(self.served.dtype) for part in parts) - self.saved(shared)
+        return sum(part.nbytes(self.dtype) for part in parts) - self.saved(shared)
 
     def saved(self, shared: Iterable[Part]) -> int:
         """Bytes that these parts take less where all experts share one factor."""
-        dtype = self.served.dtype
+        dtype = self.dtype
         return sum(part.nbytes(dtype) - part.nbytes(dtype, shared=True) for part in shared)
 
     def is_shared(self, group: Group, members: Sequence[torch.Tensor]) -> bool:
@@ -619,7 +616,7 @@ class Receiver:
         part = group.part
         scale = self.layout.scales[part]
         place = self._place(part, part.shape)
-        dtype = self.layout.served.dtype
+        dtype = self.layout.dtype
         for member, tensor in zip(group.members, members, strict=True):
             value = tensor.detach().to(dtype)
             factor = self.layout.member_scales[part][member] if scale is None else scale
@@ -679,13 +676,13 @@ class Receiver:
         place = self.parts.get(part)
         if place is None:
             try:
-                place = self.block.take(shape, self.layout.served.dtype)
+                place = self.block.take(shape, self.layout.dtype)
             except MemoryError as error:
-                nbytes = part.nbytes(self.layout.served.dtype, shared=shape != part.shape)
+                nbytes = part.nbytes(self.layout.dtype, shared=shape != part.shape)
                 if self.block.used + self._extra + nbytes <= self.announced:
                     # The block was made for an adapter like the last one, whose experts shared a factor.
                     self._extra += nbytes
-                    place = self.parts[part] = self.block.extra(shape, self.layout.served.dtype)
+                    place = self.parts[part] = self.block.extra(shape, self.layout.dtype)
                     return place
                 modules = {self.layout.read[name].module for name in self.received}
                 others = modules - self.layout.announced_modules if self.layout.announced_modules else set()

@@ -20,8 +20,8 @@ from lora_mem import vllm_hook
 from lora_mem.observe import profiling
 from lora_mem.observe.profiling import Profile, Watch, memory_and_peak, phase, profile, watched
 from lora_mem.sizing.modules import Experts
+from lora_mem.sizing.rules import ServedModule
 from lora_mem.sizing.shapes import ModelShape
-from lora_mem.staging.checking import ServedModule
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel

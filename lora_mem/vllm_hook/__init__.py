@@ -30,10 +30,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lora_mem.errors import AdapterError
+from lora_mem.sizing import rules
 from lora_mem.sizing.targets import targeted
-from lora_mem.staging import checking, offload
+from lora_mem.staging import offload
 from lora_mem.staging.host_memory import Arena, HostBlock, copied, view_key
 from lora_mem.staging.receiving import Layout, Part, Receiver, StagedAdapter
+from lora_mem.staging.tensors import check_tensors
 from lora_mem.vllm_hook.live import LiveAdapter as LiveAdapter
 from lora_mem.vllm_hook.live import LiveWorker as LiveWorker
 from lora_mem.vllm_hook.live import bytes_by_device as bytes_by_device
@@ -337,9 +339,9 @@ def stage_adapter(
     lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
     _check_fill_slot(fill_slot)
-    config = checking.plain_config(adapter_config)
+    config = rules.plain_config(adapter_config)
     dtypes = {manager.lora_config.lora_dtype for manager in _engines()} if check_finite else set()
-    checking.check_tensors(tensors, check_finite=check_finite, cast_to=dtypes)
+    check_tensors(tensors, check_finite=check_finite, cast_to=dtypes)
     own = {key: tensor.detach() for key, tensor in tensors.items()}
     engines = _engines()
     manager, why_not = engines[0] if len(engines) == 1 else None, ""
@@ -425,7 +427,7 @@ def open_stage(
     _check_active()
     lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
-    config = checking.plain_config(adapter_config)
+    config = rules.plain_config(adapter_config)
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot receive an adapter in parts: {why_not}")
@@ -460,7 +462,7 @@ def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) ->
     _check_active()
     if isinstance(generations, bool) or not isinstance(generations, int) or generations < 1:
         raise AdapterError(f"generations is {generations!r}; it must be 1 or more")
-    config = checking.plain_config(adapter_config)
+    config = rules.plain_config(adapter_config)
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot tell the size: {why_not}")
@@ -585,14 +587,14 @@ class Stage:
         # Since the stage was opened vLLM may have got another adapter under this id or name.
         _check_id_and_name(self.lora_int_id, self.name, load_inplace=self._load_inplace)
         receiver.finish()
-        dtype = self._layout.served.dtype
+        dtype = self._layout.dtype
         arrived = sum(part.nbytes(dtype) for part in receiver.parts)
         shared = frozenset(part for part, tensor in receiver.parts.items() if tuple(tensor.shape) != part.shape)
         taken = arrived - self._layout.saved(shared)
         expected = self._layout.announced_parts
         if receiver.parts.keys() != expected if self._by_config else self._announced not in (arrived, taken):
             missing = sorted({part.module for part in expected - receiver.parts.keys()})
-            which = f" (nothing for {', '.join(checking.compact(missing))})" if self._by_config and missing else ""
+            which = f" (nothing for {', '.join(rules.compact(missing))})" if self._by_config and missing else ""
             raise AdapterError(
                 f"{self._announced} bytes were announced (by nbytes, or target_modules "
                 f"{self._adapter.config['target_modules']!r}), but {arrived} arrived{which}; add what is missing, "
@@ -1127,10 +1129,10 @@ def _check_fits(manager: Any, stage: StagedAdapter) -> None:
     parts = {dataclasses.astuple(part) for part in stage.parts}
     dtype = next(iter(stage.parts.values())).dtype
     shared = any(tuple(tensor.shape) != part.shape for part, tensor in stage.parts.items())
-    if wanted != parts or dtype != layout.served.dtype or (shared and not layout.served.share):
+    if wanted != parts or dtype != layout.dtype or (shared and not layout.served.share):
         raise AdapterError(
             f"adapter {stage.lora_int_id} ({stage.name}) was laid out in {dtype} for another engine of this process, "
-            f"and this one takes it otherwise (in {layout.served.dtype}); stage it again"
+            f"and this one takes it otherwise (in {layout.dtype}); stage it again"
         )
     stage.fits.add(manager)
 
@@ -1283,7 +1285,7 @@ def _check_for_engines(tensors: Mapping[str, torch.Tensor], config: dict[str, An
         helper = peft_helper(config)
         names = read_names(tensors, helper, None, ())
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        checking.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), None)
+        rules.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), None)
         return None, "no vLLM engine with LoRA in this process yet"
     if config.get("modules_to_save"):
         return None, "it has full modules (modules_to_save), which only vLLM itself loads"
@@ -1310,7 +1312,7 @@ def _check_for_manager(manager: Any, tensors: Mapping[str, torch.Tensor], config
     names = read_names(tensors, helper, rename_mapper(model), getattr(model, "lora_skip_prefixes", None))
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     served = served_model(manager)
-    checking.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
+    rules.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

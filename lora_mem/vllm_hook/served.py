@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lora_mem.errors import AdapterError
-from lora_mem.staging import checking
-from lora_mem.staging.checking import ServedModel, ServedModule, TensorName
+from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, compact
 from lora_mem.vllm_hook import state
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _read_served_model(manager: Any) -> ServedModel:
         ignored=lambda module: module in untargeted or (bool(not_here) and f"{module}.".startswith(not_here)),
         max_lora_rank=manager.lora_config.max_lora_rank,
         expert_help=_expert_help(adapters),
-        dtype=manager.lora_config.lora_dtype,
+        dtype=str(manager.lora_config.lora_dtype).removeprefix("torch."),
         local_experts=local_experts,
         projections=projections,
         repeated=repeated,
@@ -250,7 +249,7 @@ def read_names(tensors: Iterable[str], helper: PEFTHelper, mapper: Any, skip_pre
         names[key] = TensorName(module, peft_module, is_a, is_full=module in full)
     if unreadable:
         raise AdapterError(
-            f"names that are not PEFT's: {', '.join(checking.compact(unreadable))}; a factor is called "
+            f"names that are not PEFT's: {', '.join(compact(unreadable))}; a factor is called "
             "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
             "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
         )

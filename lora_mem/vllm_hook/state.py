@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.staging.checking import ServedModel
+from lora_mem.sizing.rules import ServedModel
 from lora_mem.staging.receiving import StagedAdapter
 
 if TYPE_CHECKING:

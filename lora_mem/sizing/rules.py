@@ -1,6 +1,6 @@
 """Whether a model can serve an adapter, decided before anything is changed.
 
-Nothing here knows vLLM: `vllm_hook` says what the model serves (`ServedModel`) and how a tensor's name is read.
+Nothing here knows vLLM or torch: `vllm_hook` says what a live model serves (`ServedModel`) and how names are read.
 """
 
 from __future__ import annotations
@@ -14,25 +14,9 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-import torch
-
 from lora_mem.errors import AdapterError
 
-CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes a factor may have; vLLM casts it to `lora_dtype`."""
-
-HAVE_DATA = ("cpu", "cuda")
-"""Devices from which a factor can be read."""
-
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Types of tensors that can be read; a subclass may stand for anything."""
-
 _LISTED = 12
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether this is a tensor as any adapter's are: of no subclass, dense, not nested."""
-    return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
 
 
 @dataclass(frozen=True)
@@ -94,7 +78,7 @@ class ServedModel:
         ignored: whether vLLM ignores a module of this name by design (other pipeline ranks, `target_modules`, MTP).
         max_lora_rank: of the engine.
         expert_help: what to say where expert modules are not known.
-        dtype: to which vLLM casts every factor.
+        dtype: torch's name of that to which vLLM casts every factor.
         local_experts: how many experts this worker holds, by runtime module.
         projections: how many projections vLLM registers, by runtime module (3: w1, w2, w3; 2: fused w13, w2).
         repeated: projections that are another one's tensor, by runtime module: {2: 0} for w3 of a non-gated MoE.
@@ -107,7 +91,7 @@ class ServedModel:
     ignored: Callable[[str], bool]
     max_lora_rank: int
     expert_help: str = ""
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
     local_experts: Mapping[str, int] = field(default_factory=dict)
     projections: Mapping[str, int] = field(default_factory=dict)
     repeated: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
@@ -202,51 +186,6 @@ def _check_pattern(what: str, pattern: Any) -> None:
         raise AdapterError(f"{what} is {pattern!r}, which is no regular expression: {error}") from None
 
 
-def check_tensors(
-    tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False, cast_to: Iterable[torch.dtype] = ()
-) -> None:
-    """Refuse what no model could serve: not a dict of plain floating-point tensors.
-
-    Args:
-        tensors: by PEFT's names.
-        check_finite: also look for NaN and Inf, which reads every value once.
-        cast_to: and for values that a cast to one of these dtypes would make Inf.
-
-    Raises:
-        AdapterError: naming the tensors, their type or dtype and what is allowed.
-    """
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise AdapterError(
-            f"tensors is {'empty' if isinstance(tensors, Mapping) else 'a ' + type(tensors).__name__}; it must be a "
-            "dict of PEFT names ('base_model.model.<module>.lora_A.weight') to tensors"
-        )
-    wrong_name = [name for name in tensors if not isinstance(name, str)]
-    if wrong_name:
-        raise AdapterError(f"names must be strings, got {_some(map(repr, wrong_name))}")
-    wrong_type = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if not is_plain(tensor)]
-    if wrong_type:
-        raise AdapterError(
-            f"only plain dense torch tensors can be staged, got {_some(wrong_type)}; pass full_tensor() of a DTensor, "
-            "to_dense() of a sparse tensor"
-        )
-    no_data = [f"{name} ({tensor.device})" for name, tensor in tensors.items() if tensor.device.type not in HAVE_DATA]
-    if no_data:
-        raise AdapterError(f"cannot read {_some(no_data)}; tensors must be on the host or a GPU")
-    wrong_dtype = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE]
-    if wrong_dtype:
-        raise AdapterError(
-            f"cannot cast {_some(wrong_dtype)}; allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
-        )
-    if check_finite:
-        not_finite = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
-        if not_finite:
-            raise AdapterError(f"NaN or Inf in {_some(not_finite)}")
-        for dtype in cast_to:
-            too_large = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.to(dtype)).all())]
-            if too_large:
-                raise AdapterError(f"values too large for the slots' {dtype} in {_some(too_large)}")
-
-
 def check_adapter(
     shapes: Mapping[str, tuple[int, ...]],
     names: Mapping[str, TensorName],
@@ -274,7 +213,7 @@ def check_adapter(
             twice.append(f"{pair[name.is_a]} and {tensor_name}")
         pair[name.is_a] = tensor_name
     if twice:
-        raise AdapterError(f"two tensors for the same factor: {_some(twice)}")
+        raise AdapterError(f"two tensors for the same factor: {some(twice)}")
     if not factors and not any(name.is_full for name in names.values()):
         raise AdapterError("the adapter has no factor (lora_A, lora_B) that this model would use")
 
@@ -289,7 +228,7 @@ def check_adapter(
         if len(pair) == 1
     ]
     if halves:
-        raise AdapterError(f"a factor is missing: {_some(halves)}")
+        raise AdapterError(f"a factor is missing: {some(halves)}")
 
     wrong: list[str] = []
     for module, pair in factors.items():
@@ -302,7 +241,7 @@ def check_adapter(
             )
         wrong += _wrong_shapes(module, shapes[pair[True]], shapes[pair[False]], rank, expected)
     if wrong:
-        raise AdapterError(f"shapes that do not fit: {_some(wrong)}")
+        raise AdapterError(f"shapes that do not fit: {some(wrong)}")
 
     if served is not None:
         for runtime_module, layouts in served.complete.items():
@@ -313,7 +252,7 @@ def check_adapter(
             if used and used[0][0] != used[0][1]:
                 missing = sorted(used[0][0] - used[0][1])
                 raise AdapterError(
-                    f"{runtime_module} has factors for some experts but not for {_some(missing)}; vLLM packs all of a "
+                    f"{runtime_module} has factors for some experts but not for {some(missing)}; vLLM packs all of a "
                     "layer's experts or none"
                 )
 
@@ -376,7 +315,8 @@ def _ranges(numbers: list[int]) -> str:
     return "{" + (f"{numbers[0]}-{numbers[-1]}" if gapless else ",".join(map(str, numbers))) + "}"
 
 
-def _some(items: Any) -> str:
+def some(items: Iterable[str]) -> str:
+    """The first twelve, and how many more there are."""
     listed = list(items)
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     return ", ".join(listed[:_LISTED]) + more
@@ -387,7 +327,7 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, (Integral, Real)):
         return value.item() if hasattr(value, "item") else float(value)  # numpy's
-    if isinstance(value, torch.dtype):
+    if type(value).__name__ == "dtype":  # torch's, which is not imported here
         return str(value).removeprefix("torch.")
     if hasattr(value, "value"):
         return value.value  # PEFT's enums

@@ -1,0 +1,70 @@
+"""What is asked of an adapter's tensors themselves, whatever the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lora_mem.errors import AdapterError
+from lora_mem.sizing.rules import some
+
+CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes a factor may have; vLLM casts it to `lora_dtype`."""
+
+HAVE_DATA = ("cpu", "cuda")
+"""Devices from which a factor can be read."""
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors that can be read; a subclass may stand for anything."""
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor as any adapter's are: of no subclass, dense, not nested."""
+    return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def check_tensors(
+    tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False, cast_to: Iterable[torch.dtype] = ()
+) -> None:
+    """Refuse what no model could serve: not a dict of plain floating-point tensors.
+
+    Args:
+        tensors: by PEFT's names.
+        check_finite: also look for NaN and Inf, which reads every value once.
+        cast_to: and for values that a cast to one of these dtypes would make Inf.
+
+    Raises:
+        AdapterError: naming the tensors, their type or dtype and what is allowed.
+    """
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise AdapterError(
+            f"tensors is {'empty' if isinstance(tensors, Mapping) else 'a ' + type(tensors).__name__}; it must be a "
+            "dict of PEFT names ('base_model.model.<module>.lora_A.weight') to tensors"
+        )
+    wrong_name = [name for name in tensors if not isinstance(name, str)]
+    if wrong_name:
+        raise AdapterError(f"names must be strings, got {some(map(repr, wrong_name))}")
+    wrong_type = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if not is_plain(tensor)]
+    if wrong_type:
+        raise AdapterError(
+            f"only plain dense torch tensors can be staged, got {some(wrong_type)}; pass full_tensor() of a DTensor, "
+            "to_dense() of a sparse tensor"
+        )
+    no_data = [f"{name} ({tensor.device})" for name, tensor in tensors.items() if tensor.device.type not in HAVE_DATA]
+    if no_data:
+        raise AdapterError(f"cannot read {some(no_data)}; tensors must be on the host or a GPU")
+    wrong_dtype = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE]
+    if wrong_dtype:
+        raise AdapterError(
+            f"cannot cast {some(wrong_dtype)}; allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
+        )
+    if check_finite:
+        not_finite = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+        if not_finite:
+            raise AdapterError(f"NaN or Inf in {some(not_finite)}")
+        for dtype in cast_to:
+            too_large = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.to(dtype)).all())]
+            if too_large:
+                raise AdapterError(f"values too large for the slots' {dtype} in {some(too_large)}")
