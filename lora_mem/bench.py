@@ -126,8 +126,8 @@ def run_in(
     _check_syncs(syncs)
     vllm_hook.install("stage")
     manager = scenarios.only_manager()
-    device = manager.device
-    max_lora_rank = int(manager.lora_config.max_lora_rank)
+    worker = vllm_hook.live_worker(manager)
+    device, max_lora_rank = worker.device, worker.max_lora_rank
     transport = Transport(manager, rank, device)
     if generate:
         scenarios.generate(llm, None)  # what a first step allocates for good is not the adapter's
@@ -437,7 +437,7 @@ def _evict(llm: Any, manager: Any) -> None:
     )
     vllm_hook.drop_adapter(2)
     llm.llm_engine.add_lora(vllm_hook.stage_adapter(2, other, config))
-    if 1 in manager.list_adapters():
+    if 1 in vllm_hook.registered_ids(manager):
         raise RuntimeError("adapter 1 was not evicted: start the engine with max_loras=1, max_cpu_loras=1")
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,34 +140,8 @@ def start_engine(model: str, **options: Any) -> Any:
     if torch.cuda.is_available():
         # One backend on every NVIDIA GPU, so that a run can be repeated elsewhere.
         defaults |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "gpu_memory_utilization": 0.3}
-    with _lively_weights():
+    with vllm_hook.lively_weights():
         return LLM(model, **(defaults | options))
-
-
-@contextmanager
-def _lively_weights() -> Iterator[None]:
-    """Dummy weights as large as a trained model's, in engines that are started in this process meanwhile.
-
-    vLLM's own are so small, norms included, that hardly an adapter would change a token, and equal tokens would prove
-    little. Changed as they are loaded: afterwards the CPU engine keeps them in a form of its own.
-    """
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    original = DummyModelLoader.load_weights
-
-    def load_weights(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, model, *args, **kwargs)
-        for name, weight in model.named_parameters():
-            if "norm" in name and weight.dim() == 1:
-                weight.data.fill_(1)
-            elif weight.dim() > 1 and weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
-                weight.data.mul_(50)
-
-    DummyModelLoader.load_weights = load_weights
-    try:
-        yield
-    finally:
-        DummyModelLoader.load_weights = original
 
 
 def only_manager() -> Any:
@@ -583,18 +556,7 @@ def device_memory() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-def build_with_vllm(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> LoRAModel:
-    """What vLLM's loader makes of tensors in memory, by its own code and without an engine: not packed yet.
-
-    Args:
-        tensors: by PEFT's names, all on one device; the model aliases them where vLLM's does.
-        config: of the adapter.
-    """
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    device = str(next(iter(tensors.values())).device)
-    return LoRAModel.from_lora_tensors(1, tensors, PEFTHelper.from_dict(config), device=device)
+build_with_vllm = vllm_hook.build_model
 
 
 def pack_with_vllm(shape: ModelShape, model: LoRAModel) -> LoRAModel:

@@ -45,6 +45,7 @@ from lora_mem.vllm_hook.live import live_managers as live_managers
 from lora_mem.vllm_hook.live import live_worker as live_worker
 from lora_mem.vllm_hook.live import lora_layers as lora_layers
 from lora_mem.vllm_hook.live import places as places
+from lora_mem.vllm_hook.live import registered_ids as registered_ids
 from lora_mem.vllm_hook.live import registered_model as registered_model
 from lora_mem.vllm_hook.live import slot_buffers as slot_buffers
 from lora_mem.vllm_hook.served import check_config, peft_helper, read_names, rename_mapper
@@ -54,6 +55,9 @@ from lora_mem.vllm_hook.state import laid_out as _laid_out
 from lora_mem.vllm_hook.state import managers as _managers
 from lora_mem.vllm_hook.state import served as _served
 from lora_mem.vllm_hook.state import staged as _staged
+from lora_mem.vllm_hook.trial import build_model as build_model
+from lora_mem.vllm_hook.trial import lively_weights as lively_weights
+from lora_mem.vllm_hook.trial import pack_without_engine as pack_without_engine
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -768,22 +772,6 @@ def manager_of(engine: Any = None) -> Any:
 
 
 release_device_memory = offload.release_device_memory
-
-
-def pack_without_engine(model: LoRAModel, packed_modules: dict[str, list[str]]) -> None:
-    """Pack a gated or dense adapter in place, by vLLM's own code, where there is no engine: for notebooks and tests.
-
-    Args:
-        model: as `LoRAModel.from_lora_tensors` returns it.
-        packed_modules: for each packed module, the modules it is made of, in vLLM's order.
-    """
-    from vllm.lora.model_manager import LoRAModelManager
-
-    manager = object.__new__(LoRAModelManager)  # its constructor needs the model; packing reads no more than this
-    manager.modules = {}
-    manager.is_pooling_model = manager._is_non_gated_moe = manager._enable_moe_shared_loras = False
-    manager.packed_modules = packed_modules
-    manager._create_merged_loras_inplace(model)
 
 
 # -------------------------------------------------------------------------------------------------------- the wrappers

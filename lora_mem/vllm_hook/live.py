@@ -160,6 +160,11 @@ def registered_model(manager: Any, lora_int_id: int) -> Any:
     return manager._adapter_manager.list_adapters().get(lora_int_id)
 
 
+def registered_ids(manager: Any) -> set[int]:
+    """The ids of the adapters that a worker has registered."""
+    return set(manager._adapter_manager.list_adapters())
+
+
 def bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] | None = None) -> dict[str, int]:
     """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
     seen = set() if seen is None else seen
