@@ -19,7 +19,8 @@ from lora_mem.observe.progress import progress
 from lora_mem.observe.results import Bench, Held, Sync
 from lora_mem.sizing.shapes import known_models
 from lora_mem.sizing.tensors import slot_rank
-from lora_mem.staging.host_memory import HostBlock, pinned_by_torch, resident
+from lora_mem.staging.counters import pinned_by_torch, resident
+from lora_mem.staging.pinned import HostBlock
 from lora_mem.testing import engine_configs, scenarios
 from lora_mem.version import __version__
 

@@ -235,7 +235,7 @@ def _page_locking() -> Iterator[Check]:
     if not torch.cuda.is_available():
         yield Check("page-locking", "warn", f"cannot be tried without a GPU; ulimit -l is {allowed}")
         return
-    from lora_mem.staging.host_memory import HostBlock
+    from lora_mem.staging.pinned import HostBlock
 
     began = time.perf_counter()
     block = HostBlock(TRIED_BYTES)

@@ -174,7 +174,7 @@ def reserving(save: Save, tiny: bool) -> None:
     """
     import torch
 
-    from lora_mem.staging.host_memory import HostBlock
+    from lora_mem.staging.pinned import HostBlock
 
     nbytes = 8 * 2**20 if tiny else 3 * 64 * (2048 + 768) * 128 * 48 * 2
     shared, private = ("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)

@@ -19,7 +19,7 @@ from lora_mem.observe.results import Bench
 from lora_mem.sizing import shapes
 from lora_mem.sizing.rules import ServedModule
 from lora_mem.sizing.shapes import ModelShape
-from lora_mem.staging.host_memory import aligned
+from lora_mem.sizing.units import aligned
 from lora_mem.testing import scenarios
 
 

@@ -700,20 +700,20 @@ def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
 
 
 def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, monkeypatch):
-    from lora_mem.staging import host_memory
+    from lora_mem.staging import arena
 
     tensors, config = adapter(manager, wanted=LINEAR)
     hook.trim()
     go_on, made = threading.Event(), []
 
-    class Slow(host_memory.HostBlock):
+    class Slow(arena.HostBlock):
         def __init__(self, nbytes, *, pin=True):
             assert threading.current_thread() is not threading.main_thread()
             assert go_on.wait(20)
             super().__init__(nbytes, pin=pin)
             made.append(self)
 
-    monkeypatch.setattr(host_memory, "HostBlock", Slow)
+    monkeypatch.setattr(arena, "HostBlock", Slow)
     nbytes = hook.reserve(config)
     assert hook.reserve(config) == nbytes  # under way already
     assert hook._arena.blocks == []
@@ -729,7 +729,7 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
         raise MemoryError("no room")
 
     hook.drop_adapter(1)
-    monkeypatch.setattr(host_memory, "HostBlock", too_large)
+    monkeypatch.setattr(arena, "HostBlock", too_large)
     hook.reserve(config)  # the thread's error is not lost: the stage meets it again
     for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config, wait=True)):
         with pytest.raises(AdapterError, match=rf"cannot reserve {nbytes} bytes .*no room"):

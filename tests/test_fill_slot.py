@@ -20,7 +20,7 @@ from vllm.lora.request import LoRARequest
 import lora_mem
 from lora_mem import vllm_hook
 from lora_mem.errors import AdapterError
-from lora_mem.staging import receiving as staging
+from lora_mem.staging import filling
 from lora_mem.testing import scenarios
 from lora_mem.vllm_hook import slots
 
@@ -238,7 +238,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
 
     # All A first, then all B, and no room to hold a module until its other half comes.
     with monkeypatch.context() as patched, lora_mem.open_stage(1, first.config, fill_slot=True) as stage:
-        patched.setattr(staging, "MOST_UNDER_WAY", 1)
+        patched.setattr(filling, "MOST_UNDER_WAY", 1)
         for letter in "AB":
             stage.add_all({name: t for name, t in first.tensors.items() if f"lora_{letter}." in name})
         request = stage.commit()

@@ -11,9 +11,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem.staging import host_memory, offload  # noqa: E402
-from lora_mem.staging.host_memory import ALIGNMENT, HostBlock, aligned  # noqa: E402
+from lora_mem.sizing.units import BLOCK_ALIGNMENT, aligned  # noqa: E402
+from lora_mem.staging import offload, pinned  # noqa: E402
+from lora_mem.staging.counters import resident  # noqa: E402
 from lora_mem.staging.offload import HostCopies, move_to_host  # noqa: E402
+from lora_mem.staging.pinned import HostBlock  # noqa: E402
+from lora_mem.staging.views import is_dense  # noqa: E402
 
 MIB = 2**20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -56,7 +59,7 @@ def test_values_strides_and_sharing_survive(picks):
     for tensor, host in zip(tensors, hosts, strict=True):
         assert torch.equal(tensor, host)
         assert host.dtype == tensor.dtype
-        if offload._is_dense(tensor) or 0 in tensor.stride():
+        if is_dense(tensor) or 0 in tensor.stride():
             assert host.stride() == tensor.stride() or tensor.numel() <= 1
         else:
             assert host.is_contiguous()
@@ -139,7 +142,7 @@ def test_a_block_hands_out_disjoint_aligned_memory_and_no_more(sizes):
     block = HostBlock(sum(aligned(size) for size in sizes), pin=False)
     taken = [block.take((size,), torch.uint8) for size in sizes]
     for number, tensor in enumerate(taken):
-        assert tensor.numel() == 0 or (tensor.data_ptr() - block._bytes.data_ptr()) % ALIGNMENT == 0
+        assert tensor.numel() == 0 or (tensor.data_ptr() - block._bytes.data_ptr()) % BLOCK_ALIGNMENT == 0
         tensor.fill_(number % 251)
     for number, tensor in enumerate(taken):
         assert bool((tensor == number % 251).all())
@@ -168,7 +171,7 @@ def test_a_block_is_in_huge_pages():
     nbytes = 64 << 20
     block = HostBlock(nbytes, pin=False)
     address = block.take((nbytes,), torch.uint8).data_ptr()
-    host_memory._touch(address, nbytes)
+    pinned._touch(address, nbytes)
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -186,9 +189,9 @@ def test_what_a_block_did_not_hand_out_is_given_back():
     tensor.fill_(1.5)
     block._bytes.fill_(block._bytes[0].item())  # all of it is resident now
     tensor.fill_(1.5)
-    before = host_memory.resident()
+    before = resident()
     block.shrink()
-    assert before - host_memory.resident() > 55 * MIB
+    assert before - resident() > 55 * MIB
     assert block.nbytes == block.used == 8 * MIB
     assert torch.all(tensor == 1.5)
     with pytest.raises(MemoryError, match="only 0 of the block's 8388608 are unused"):

@@ -24,9 +24,11 @@ from vllm.lora.model_manager import AdapterLRUCache, LoRAModelManager
 from lora_mem import vllm_hook
 from lora_mem.errors import AdapterError
 from lora_mem.sizing import rules, units
-from lora_mem.staging import receiving as staging
-from lora_mem.staging.host_memory import HostBlock
-from lora_mem.staging.receiving import Layout, Receiver, StagedAdapter
+from lora_mem.staging.device_copies import DeviceCopies
+from lora_mem.staging.layout import Layout
+from lora_mem.staging.pinned import HostBlock
+from lora_mem.staging.receiving import Receiver
+from lora_mem.vllm_hook.staged import StagedAdapter
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
@@ -423,7 +425,7 @@ class Stream:
 
 def test_chunks_that_come_on_several_streams_are_all_waited_for(monkeypatch):
     device, streams = torch.device("cuda", 0), [Stream() for _ in range(3)]
-    copies = staging._DeviceCopies()
+    copies = DeviceCopies()
     for stream in [*streams, streams[0]]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         copies.also_wait_for(device)
@@ -449,7 +451,7 @@ class Event:
 
 def test_what_has_arrived_is_let_go_and_the_rest_is_waited_for_where_it_is_too_much(monkeypatch):
     monkeypatch.setattr(units, "MOST_UNDER_WAY", 100)
-    copies = staging._DeviceCopies()
+    copies = DeviceCopies()
 
     def under_way(*done):
         copies._under_way.extend((Event(one), torch.empty(30, dtype=torch.uint8)) for one in done)

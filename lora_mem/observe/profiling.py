@@ -32,7 +32,8 @@ import torch
 
 from lora_mem import vllm_hook
 from lora_mem.drawing import draw
-from lora_mem.staging.host_memory import HostBlock, copied, pinned_by_torch, resident
+from lora_mem.staging.counters import copied, pinned_by_torch, resident
+from lora_mem.staging.pinned import HostBlock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -864,7 +865,7 @@ def _snapshot_entry(address: int, nbytes: int) -> dict[str, Any]:
         "size": abs(nbytes),
         "stream": 0,
         "time_us": time.time_ns() // 1000,
-        "frames": [{"name": "HostBlock", "filename": "lora_mem/staging/host_memory.py", "line": 0}],
+        "frames": [{"name": "HostBlock", "filename": "lora_mem/staging/pinned.py", "line": 0}],
     }
 
 

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem.staging.host_memory import HostBlock, aligned, copied, view_key
+from lora_mem.sizing.units import aligned
+from lora_mem.staging.counters import copied
+from lora_mem.staging.pinned import HostBlock
+from lora_mem.staging.views import is_dense, view_key, without_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,7 +71,7 @@ class HostCopies:
             block = HostBlock(sum(aligned(source.nbytes) for source in sources.values()), pin=pin)
             self._unpinned_because = self._unpinned_because or block.unpinned_because
             for key, source in sources.items():
-                stride = source.stride() if _is_dense(source) else None
+                stride = source.stride() if is_dense(source) else None
                 target = block.take(source.shape, source.dtype, stride)
                 _copy(target, source)
                 # Factors that were expanded from one (stride 0) are copied once and expanded again.
@@ -124,17 +127,6 @@ def release_device_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def memory(tensors: Iterable[torch.Tensor]) -> dict[tuple[str, int], int]:
-    """Bytes of the memory that tensors show, by device and address; what several show counts once."""
-    found: dict[tuple[str, int], int] = {}
-    for tensor in tensors:
-        if tensor.untyped_storage().nbytes():
-            # Views of one block are told apart by where they start; a block's own total would count its padding.
-            key = (str(tensor.device), tensor.data_ptr() or id(tensor))
-            found[key] = max(found.get(key, 0), without_repeats(tensor).nbytes)
-    return found
-
-
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
@@ -151,25 +143,3 @@ def _write(place: Place, tensor: torch.Tensor) -> None:
         holder[key] = tensor
     else:
         setattr(holder, key, tensor)
-
-
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with each expanded (stride 0) dimension cut to one element: `copy_` into stride 0 raises."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range without gaps or overlaps, in whatever order."""
-    if tensor.is_contiguous():
-        return True  # the common case, a flag
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

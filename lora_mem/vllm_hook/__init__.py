@@ -33,9 +33,13 @@ from lora_mem.errors import AdapterError
 from lora_mem.sizing import rules
 from lora_mem.sizing.targets import targeted
 from lora_mem.staging import offload
-from lora_mem.staging.host_memory import Arena, HostBlock, copied, view_key
-from lora_mem.staging.receiving import Layout, Part, Receiver, StagedAdapter
+from lora_mem.staging.arena import Arena
+from lora_mem.staging.counters import copied
+from lora_mem.staging.layout import Layout, Part
+from lora_mem.staging.pinned import HostBlock
+from lora_mem.staging.receiving import Receiver
 from lora_mem.staging.tensors import check_tensors
+from lora_mem.staging.views import view_key
 from lora_mem.vllm_hook.live import LiveAdapter as LiveAdapter
 from lora_mem.vllm_hook.live import LiveWorker as LiveWorker
 from lora_mem.vllm_hook.live import bytes_by_device as bytes_by_device
@@ -51,6 +55,7 @@ from lora_mem.vllm_hook.live import slot_buffers as slot_buffers
 from lora_mem.vllm_hook.served import check_config, peft_helper, read_names, rename_mapper
 from lora_mem.vllm_hook.served import served_model as served_model
 from lora_mem.vllm_hook.slots import NoSlot, SlotFill, activate, let_it_sleep, model_of_parts, narrowed
+from lora_mem.vllm_hook.staged import StagedAdapter
 from lora_mem.vllm_hook.state import laid_out as _laid_out
 from lora_mem.vllm_hook.state import managers as _managers
 from lora_mem.vllm_hook.state import served as _served

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_mem.staging import offload
-from lora_mem.staging.receiving import StagedAdapter
+from lora_mem.staging.views import memory
 from lora_mem.vllm_hook import state
 from lora_mem.vllm_hook.served import peft_helper, read_names, rename_mapper, served_model
+from lora_mem.vllm_hook.staged import StagedAdapter
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -169,7 +170,7 @@ def bytes_by_device(tensors: Iterable[torch.Tensor], seen: set[tuple[str, int]] 
     """Bytes on each device; views of memory that was counted already (same device, same storage) are left out."""
     seen = set() if seen is None else seen
     result: dict[str, int] = {}
-    for key, nbytes in offload.memory(tensors).items():
+    for key, nbytes in memory(tensors).items():
         if key not in seen:
             seen.add(key)
             result[key[0]] = result.get(key[0], 0) + nbytes

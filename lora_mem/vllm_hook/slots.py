@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem.staging.receiving import Filler, Part
+from lora_mem.staging.filling import Filler
+from lora_mem.staging.layout import Part
 from lora_mem.vllm_hook import state
 from lora_mem.vllm_hook.live import slot_buffers
 from lora_mem.vllm_hook.served import served_model

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from lora_mem.sizing.rules import ServedModel
-from lora_mem.staging.receiving import StagedAdapter
+from lora_mem.vllm_hook.staged import StagedAdapter
 
 if TYPE_CHECKING:
     from lora_mem.vllm_hook.slots import SlotFill

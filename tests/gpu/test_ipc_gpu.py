@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="needs vllm")
 
 from test_staging import adapter, layout_for, staged_slots, vllm_slots, worker  # noqa: E402
 
-from lora_mem.staging.host_memory import HostBlock  # noqa: E402
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
+from lora_mem.staging.pinned import HostBlock  # noqa: E402
 from lora_mem.staging.receiving import Receiver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -99,6 +99,6 @@ def test_the_owner_of_borrowed_tensors_gets_their_memory_back(way):
     receiver.add_all(tensors)
     receiver.finish()
     assert all(torch.equal(copy, part) for copy, part in zip(held, receiver.parts.values(), strict=True))
-    slots = staged_slots(manager, layer, receiver, CONFIG, False)
+    slots = staged_slots(manager, layer, receiver, False)
     expected = vllm_slots(manager, layer, tensors, CONFIG, False, None)
     assert all(torch.equal(slots[name], expected[name]) for name in expected)

@@ -13,8 +13,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from test_staging import LAYOUTS, RANK, adapter, layout_for, staged_slots, vllm_slots, worker  # noqa: E402
 
-from lora_mem.staging.host_memory import HostBlock  # noqa: E402
 from lora_mem.staging.offload import release_device_memory  # noqa: E402
+from lora_mem.staging.pinned import HostBlock  # noqa: E402
 from lora_mem.staging.receiving import Receiver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -56,7 +56,7 @@ def test_from_the_gpu_in_any_order(layout, dtype, alpha, rslora, alias, on_host,
             for tensor in chunk.values():
                 tensor.fill_(float("nan"))  # on the current stream, at once
     receiver.finish()
-    slots = staged_slots(manager, layer, receiver, config, fused)
+    slots = staged_slots(manager, layer, receiver, fused)
     for name in expected:
         assert torch.equal(slots[name].cpu(), expected[name]), name
     assert all(tensor.is_pinned() for tensor in receiver.parts.values())
@@ -81,5 +81,5 @@ def test_views_of_one_large_buffer_are_let_go():
     receiver.finish()
     release_device_memory()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
-    slots = staged_slots(manager, layer, receiver, config, False)
+    slots = staged_slots(manager, layer, receiver, False)
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
