@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lora_mem.errors import AdapterError as AdapterError
     from lora_mem.errors import SizingError as SizingError
     from lora_mem.observe.measuring import measure as measure
-    from lora_mem.observe.profiling import profile as profile
+    from lora_mem.observe.profiler import profile as profile
     from lora_mem.sizing.adapters import read_adapter as read_adapter
     from lora_mem.sizing.footprints import footprint as footprint
     from lora_mem.sizing.planning import plan as plan
@@ -42,7 +42,7 @@ _HOME = {
     "offload_in_memory_adapter": "vllm_hook",
     "open_stage": "vllm_hook",
     "plan": "sizing.planning",
-    "profile": "observe.profiling",
+    "profile": "observe.profiler",
     "read_adapter": "sizing.adapters",
     "reserve": "vllm_hook",
     "stage_adapter": "vllm_hook",

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.observe.profiling import watched
 from lora_mem.observe.progress import progress
 from lora_mem.observe.results import Bench, Held, Sync
+from lora_mem.observe.watching import watched
 from lora_mem.sizing.shapes import known_models
 from lora_mem.sizing.tensors import slot_rank
 from lora_mem.staging.counters import pinned_by_torch, resident

@@ -11,7 +11,8 @@ pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("torch", reason="needs torch")
 
 from lora_mem.observe import plots
-from lora_mem.observe.profiling import RANGE, Memory, Phase, Profile, Sample, read_device, read_trace
+from lora_mem.observe.profiles import Memory, Phase, Profile, Sample
+from lora_mem.observe.traces import RANGE, read_device, read_trace
 
 MIB = 2**20
 RECORDED = Path(__file__).parents[1] / "reports" / "2026-12-01-h200" / "raw"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import inspect
 import json
 import os
 import re
@@ -20,7 +18,10 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 
 import lora_mem
-from lora_mem.observe import profiling
+from lora_mem.observe.profiler import phase
+from lora_mem.observe.profiles import Profile, Traced
+from lora_mem.observe.traces import read_trace, trace_frame
+from lora_mem.observe.watching import watched
 from lora_mem.testing import scenarios
 
 MIB = 2**20
@@ -34,7 +35,7 @@ def test_phases_nest_repeat_and_fail():
     with lora_mem.profile() as profiler:
         with profiler.phase("outer"):
             for _ in range(2):
-                with profiling.phase("inner"):
+                with phase("inner"):
                     time.sleep(0.01)
         with pytest.raises(ZeroDivisionError), profiler.phase("broken"), profiler.phase("inside"):
             1 / 0  # noqa: B018
@@ -70,12 +71,12 @@ def test_an_error_leaves_a_result_and_a_second_run_starts_anew():
         pass
     with profiler, pytest.raises(RuntimeError, match="running already"), profiler:
         pass
-    with profiling.phase("nobody profiles"):
+    with phase("nobody profiles"):
         pass
 
 
 def test_a_profile_inside_a_profile_sees_its_own_part():
-    with lora_mem.profile() as outer, outer.phase("before"), lora_mem.profile() as inner, profiling.phase("both"):
+    with lora_mem.profile() as outer, outer.phase("before"), lora_mem.profile() as inner, phase("both"):
         pass
     assert names(inner.result) == [(0, "both")]
     assert names(outer.result) == [(0, "before"), (1, "both")]
@@ -84,7 +85,7 @@ def test_a_profile_inside_a_profile_sees_its_own_part():
 def test_it_decorates():
     @lora_mem.profile
     def bare(number):
-        with profiling.phase("part"):
+        with phase("part"):
             return number + 1
 
     @lora_mem.profile(sample_every=0.002)
@@ -100,34 +101,6 @@ def test_it_decorates():
     assert len(sampled.profile.samples) >= 4
 
 
-def test_it_decorates_coroutines():
-    @lora_mem.profile
-    async def wait(seconds):
-        """Mine."""
-        with profiling.phase("part"):
-            await asyncio.sleep(seconds)
-        if not seconds:
-            raise ValueError("mine")
-        return seconds
-
-    assert inspect.iscoroutinefunction(wait)
-    assert wait.__doc__ == "Mine."
-    assert asyncio.run(wait(0.05)) == 0.05
-    assert names(wait.profile) == [(0, "wait"), (1, "part")]
-    assert wait.profile.phase("wait").seconds >= 0.05
-    with pytest.raises(ValueError, match="mine"):
-        asyncio.run(wait(0))
-    assert wait.profile.phase("wait").error == "ValueError: mine"
-
-    async def both():
-        return await asyncio.gather(wait(0.05), wait(0.05), return_exceptions=True)
-
-    first, second = asyncio.run(both())
-    assert first == 0.05
-    assert "running already" in str(second)
-    assert wait.profile.phase("wait").error == ""
-
-
 def test_what_cannot_be_decorated_is_refused():
     def numbers():
         yield 1
@@ -135,9 +108,15 @@ def test_what_cannot_be_decorated_is_refused():
     async def later():
         yield 1
 
-    for function in (numbers, later):
-        with pytest.raises(TypeError, match=f"{function.__name__} is a generator's function.*around the loop"):
-            lora_mem.profile(function)
+    async def waits():
+        pass
+
+    for function, where in ((numbers, "loop that iterates it"), (later, "loop that iterates it"), (waits, "await")):
+        for decorate in (lora_mem.profile, lora_mem.profile(sample_every=1.0)):
+            with pytest.raises(
+                TypeError, match=rf"{function.__name__} is .*`with lora_mem.profile\(\):` around the {where}"
+            ):
+                decorate(function)
     with pytest.raises(TypeError, match=r"profile got 'trace\.json' to decorate; give it a function, and options by"):
         lora_mem.profile("trace.json")
 
@@ -164,10 +143,10 @@ def test_host_memory_is_measured_and_what_there_is_not_is_said():
 
 
 def test_a_watch_and_phases_see_the_most_in_each_other():
-    with lora_mem.profile() as profiler, profiler.phase("outer"), profiling.watched() as memory:
+    with lora_mem.profile() as profiler, profiler.phase("outer"), watched() as memory:
         with profiler.phase("inner"):
             kept = torch.ones(64 * MIB, dtype=torch.uint8)
-        with profiling.watched() as later:
+        with watched() as later:
             del kept
     outer = profiler.result.phase("outer")
     for peak in (memory.peak, outer.peak):
@@ -179,7 +158,7 @@ def test_a_watch_and_phases_see_the_most_in_each_other():
 def test_torch_s_peak_counters_are_read_and_reset_in_one_place():
     package = Path(lora_mem.__file__).parent
     names = re.compile(r"torch\.cuda\.(reset_peak_memory_stats|max_memory_\w+)\(")
-    assert [path.name for path in package.rglob("*.py") if names.search(path.read_text())] == ["profiling.py"]
+    assert [path.name for path in package.rglob("*.py") if names.search(path.read_text())] == ["watching.py"]
 
 
 def test_what_a_result_shows(tmp_path):
@@ -188,7 +167,7 @@ def test_what_a_result_shows(tmp_path):
     found = profiler.result
     assert json.loads(found.to_json(tmp_path / "profile.json")) == json.loads((tmp_path / "profile.json").read_text())
     assert json.loads(found.to_json())["phases"][0]["name"] == "<one>"
-    assert profiling.Profile.from_dict(json.loads(found.to_json())) == found
+    assert Profile.from_dict(json.loads(found.to_json())) == found
     frame = found.to_frame()
     assert list(frame["phase"]) == ["<one>"]
     assert {"seconds", "allocated_peak", "reserved_after", "device_used_before", "pinned_after", "to_host_rate"} <= set(
@@ -233,12 +212,12 @@ def test_a_trace_names_the_phases(tmp_path, name, ops):
             torch.ones(8).sum()
         with pytest.raises(RuntimeError, match="a torch profiler is running already"), lora_mem.profile(trace="x.json"):
             pass
-    phases = profiling.read_trace(profiler.result.trace)
+    phases = read_trace(profiler.result.trace)
     assert [phase.name for phase in phases] == ["total", "one", "two"]
     assert phases[1].start <= phases[2].start
     measured = profiler.result.phase("two").seconds
     assert phases[2].seconds == pytest.approx(measured, abs=0.005)
-    frame = profiling.trace_frame(profiler.result.trace)
+    frame = trace_frame(profiler.result.trace)
     sums = frame[frame.name == "aten::sum"]
     assert list(zip(sums.phase, sums.kind, sums.calls, strict=True)) == ([("two", "op", 1)] if ops else [])
     assert "aten::fill_" not in set(frame.name)  # inside aten::ones
@@ -275,8 +254,8 @@ def test_device_time_and_overlap_are_read_from_a_trace(tmp_path):
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1650, 1950, bytes=5120),
     ]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "x"}, *events]}))
-    total, stage, activate = profiling.read_trace(tmp_path / "trace.json")
-    assert stage.traced == profiling.Traced(
+    total, stage, activate = read_trace(tmp_path / "trace.json")
+    assert stage.traced == Traced(
         kernels=pytest.approx(300e-6),
         to_host=5120,
         to_host_seconds=pytest.approx(250e-6),
@@ -395,7 +374,7 @@ def shell():
 
 
 def test_the_magic_profiles_a_cell(shell, tmp_path):
-    cell = "from lora_mem.observe.profiling import phase\nwith phase('mine'):\n    x = !echo 1\n"
+    cell = "from lora_mem.observe.profiler import phase\nwith phase('mine'):\n    x = !echo 1\n"
     found = shell.run_cell_magic("lora_mem", f"kept --trace {tmp_path / 'trace.json'}", cell)
     assert names(found) == [(0, "mine")]
     assert shell.user_ns["kept"] is found

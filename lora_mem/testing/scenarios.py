@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.observe import profiling
-from lora_mem.observe.profiling import Profile, Watch, memory_and_peak, phase, profile, watched
+from lora_mem.observe import profiles
+from lora_mem.observe.profiler import phase, profile
+from lora_mem.observe.profiles import Profile
+from lora_mem.observe.watching import Watch, memory_and_peak, watched
 from lora_mem.sizing.modules import Experts
 from lora_mem.sizing.rules import ServedModule
 from lora_mem.sizing.shapes import ModelShape
@@ -619,7 +621,7 @@ class Returns:
     slots: tuple[dict[str, int], ...] = field(repr=False)
     registered_b: tuple[float, ...]
 
-    def returns(self, name: str) -> list[profiling.Phase]:
+    def returns(self, name: str) -> list[profiles.Phase]:
         """Each "activate" or "rebuild" that brought the adapter back."""
         return [found for found in self.profile.phases if found.name == name and found.depth == 0]
 

@@ -15,7 +15,7 @@ import torch
 
 import lora_mem
 from lora_mem import bench, vllm_hook
-from lora_mem.observe.profiling import phase
+from lora_mem.observe.profiler import phase
 from lora_mem.testing import scenarios
 
 TINY_GPT_OSS: dict[str, Any] = {

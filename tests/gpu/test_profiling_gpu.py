@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from test_profiling import cost_of_a_phase  # noqa: E402
 
 import lora_mem  # noqa: E402
-from lora_mem.observe import profiling  # noqa: E402
+from lora_mem.observe.watching import watched  # noqa: E402
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
 from lora_mem.staging.pinned import HostBlock  # noqa: E402
 
@@ -35,7 +35,7 @@ def gpu_bytes(mib):
 def test_a_watch_in_a_phase_and_phases_in_a_watch_keep_their_peaks():
     with lora_mem.profile() as profiler, profiler.phase("outer"):
         gpu_bytes(512)
-        with profiling.watched() as memory:
+        with watched() as memory:
             with profiler.phase("inner"):
                 gpu_bytes(256)
             gpu_bytes(64)

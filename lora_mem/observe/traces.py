@@ -1,0 +1,157 @@
+"""What torch's traces say of phases: when the device ran kernels and copied, and what ran. Reads without torch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_mem.observe.profiles import Traced
+
+RANGE = "lora_mem: "
+"""Before a phase's name in a trace."""
+
+Span = tuple[float, float]
+"""Begin and end."""
+
+_DEVICE = {"kernels": ("kernel", ""), "to host": ("gpu_memcpy", "DtoH"), "to device": ("gpu_memcpy", "HtoD")}
+"""What a device does: the category of its events, and what their names contain."""
+
+
+@dataclass(frozen=True)
+class TracedPhase:
+    """A phase in a trace: its name, when it began (seconds since the trace's first event), its seconds, what ran."""
+
+    name: str
+    start: float
+    seconds: float
+    traced: Traced
+
+
+def read_trace(path: str | Path) -> tuple[TracedPhase, ...]:
+    """The phases in a trace that `profile` wrote, in the order in which they began, the whole block first.
+
+    Args:
+        path: of a Chrome trace, `.json` or `.json.gz`.
+    """
+    events = read_events(path)
+    zero = min((event["ts"] for event in events), default=0)
+    kernels, to_host, to_device = (_of_device(events, kind) for kind in _DEVICE)
+    found = []
+    for event in sorted(_ranges(events), key=lambda e: (e["ts"], -e["dur"])):
+        begin, end = event["ts"], event["ts"] + event["dur"]
+        busy, down, up = (_spans(kind, begin, end) for kind in (kernels, to_host, to_device))
+        traced = Traced(
+            kernels=_length(busy),
+            to_host=_bytes(to_host, begin, end),
+            to_host_seconds=_length(down),
+            to_device=_bytes(to_device, begin, end),
+            to_device_seconds=_length(up),
+            overlapped=_length(busy) + _length(down) - _length(_union(busy + down)),
+        )
+        found.append(TracedPhase(_name(event), (begin - zero) / 1e6, (end - begin) / 1e6, traced))
+    return tuple(found)
+
+
+def read_device(path: str | Path) -> dict[str, tuple[Span, ...]]:
+    """When a trace's device ran kernels, copied to the host and copied to the device: (begin, end), in seconds.
+
+    Of each kind intervals that do not touch, since the trace's first event, as the phases of `read_trace`.
+
+    Args:
+        path: of a Chrome trace, `.json` or `.json.gz`.
+    """
+    events = read_events(path)
+    zero = min((event["ts"] for event in events), default=0)
+    found = {}
+    for kind in _DEVICE:
+        spans = _spans(_of_device(events, kind), float("-inf"), float("inf"))
+        found[kind] = tuple(((begin - zero) / 1e6, (end - zero) / 1e6) for begin, end in spans)
+    return found
+
+
+def trace_frame(path: str | Path) -> Any:
+    """What ran in a trace that `profile` wrote, by phase, as a pandas DataFrame, the longest first.
+
+    Args:
+        path: of a Chrome trace, `.json` or `.json.gz`.
+
+    Columns: phase (the innermost), kind ("op": torch's outermost operators on the host; "kernel" and "copy" on the
+    device), name, calls, milliseconds.
+    """
+    import pandas as pd
+
+    events = read_events(path)
+    ranges = sorted(_ranges(events), key=lambda event: event["ts"])
+    rows: dict[tuple[str, str, str], list[float]] = {}
+    ended: dict[Any, float] = {}
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        kind = {"cpu_op": "op", "kernel": "kernel", "gpu_memcpy": "copy"}.get(str(event.get("cat")))
+        around = [r for r in ranges if r["ts"] <= event["ts"] < r["ts"] + r["dur"]]
+        if kind is None or not around:
+            continue
+        if kind == "op":
+            if event["ts"] < ended.get(event["tid"], 0):
+                continue  # inside another operator
+            ended[event["tid"]] = event["ts"] + event["dur"]
+        row = rows.setdefault((_name(around[-1]), kind, str(event["name"])), [0, 0.0])
+        row[0] += 1
+        row[1] += event["dur"] / 1e3
+    found = [(*names, *figures) for names, figures in rows.items()]
+    frame = pd.DataFrame(found, columns=["phase", "kind", "name", "calls", "milliseconds"])
+    return frame.sort_values("milliseconds", ascending=False, ignore_index=True)
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace that have a duration; microseconds."""
+    return [event for event in load_trace(Path(path))["traceEvents"] if event.get("ph") == "X"]
+
+
+def load_trace(path: Path) -> dict[str, Any]:
+    """A Chrome trace, `.json` or `.json.gz`, as it is."""
+    trace: dict[str, Any] = json.loads(
+        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    )
+    return trace
+
+
+def _ranges(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(RANGE)]
+
+
+def _name(event: dict[str, Any]) -> str:
+    return str(event["name"]).removeprefix(RANGE)
+
+
+def _of_device(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    category, direction = _DEVICE[kind]
+    return [event for event in events if event.get("cat") == category and direction in event["name"]]
+
+
+def _spans(events: Iterable[dict[str, Any]], begin: float, end: float) -> list[Span]:
+    """When any of these ran between two times, as intervals that do not touch."""
+    within = [(max(begin, event["ts"]), min(end, event["ts"] + event["dur"])) for event in events]
+    return _union([(first, last) for first, last in within if first < last])
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length(spans: list[Span]) -> float:
+    """Seconds, of intervals in microseconds."""
+    return sum(end - begin for begin, end in spans) / 1e6
+
+
+def _bytes(events: Iterable[dict[str, Any]], begin: float, end: float) -> int:
+    """Bytes of the copies that began between two times."""
+    return sum(int(event["args"]["bytes"]) for event in events if begin <= event["ts"] < end)
