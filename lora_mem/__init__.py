@@ -54,13 +54,15 @@ _HOME = {
 __all__ = [*_HOME]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'lora_mem' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"lora_mem.{_HOME[name]}"), name)
-    # Kept, so that the next access does not come through here.
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker the names are those above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'lora_mem' has no attribute {name!r}; it has {', '.join(__all__)}")
+        value = getattr(importlib.import_module(f"lora_mem.{_HOME[name]}"), name)
+        # Kept, so that the next access does not come through here.
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
