@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lora_mem import vllm_hook
+from lora_mem import testing, vllm_hook
 from lora_mem.observe.progress import progress
 from lora_mem.observe.results import Bench, Held, Sync
 from lora_mem.observe.watching import watched
@@ -21,7 +21,6 @@ from lora_mem.sizing.shapes import known_models
 from lora_mem.sizing.tensors import slot_rank
 from lora_mem.staging.counters import pinned_by_torch, resident
 from lora_mem.staging.pinned import HostBlock
-from lora_mem.testing import engine_configs, scenarios
 from lora_mem.version import __version__
 
 Way = Literal["keep", "offload", "stage", "fill"]
@@ -46,11 +45,11 @@ def engine_config(model: str, layers: int | None = None) -> dict[str, Any]:
         ValueError: none of these, or not so many layers.
     """
     if model == "tiny":
-        config = dict(scenarios.TINY_MOE if torch.cuda.is_available() else scenarios.TINY_DENSE)
+        config = dict(testing.TINY_MOE if torch.cuda.is_available() else testing.TINY_DENSE)
     elif model == "Qwen/Qwen3-30B-A3B":
-        config = dict(scenarios.QWEN3_30B_A3B)
+        config = dict(testing.QWEN3_30B_A3B)
     elif model in known_models():
-        config = engine_configs.engine_config(model)
+        config = testing.engine_config(model)
     else:
         path = Path(model)
         try:
@@ -64,7 +63,7 @@ def engine_config(model: str, layers: int | None = None) -> dict[str, Any]:
     if layers is not None:
         if not 1 <= layers <= text["num_hidden_layers"]:
             raise ValueError(f"layers is {layers}; the model has {text['num_hidden_layers']}")
-        engine_configs.cut(text, layers)
+        testing.cut_layers(text, layers)
     return config
 
 
@@ -94,9 +93,9 @@ def run(
 def start(config: dict[str, Any], *, max_rank: int, **engine: Any) -> Any:
     """An engine with dummy weights and one slot for adapters of at most this rank."""
     with tempfile.TemporaryDirectory() as directory:
-        model = scenarios.write_model(directory, config)
-        options = engine_configs.engine_options(config) if torch.cuda.is_available() else {}
-        return scenarios.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **options, **engine})
+        model = testing.write_model(directory, config)
+        options = testing.engine_options(config) if torch.cuda.is_available() else {}
+        return testing.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **options, **engine})
 
 
 def run_in(
@@ -126,12 +125,12 @@ def run_in(
     """
     _check_syncs(syncs)
     vllm_hook.install("stage")
-    manager = scenarios.only_manager()
+    manager = vllm_hook.manager_of()
     worker = vllm_hook.live_worker(manager)
     device, max_lora_rank = worker.device, worker.max_lora_rank
     transport = Transport(manager, rank, device)
     if generate:
-        scenarios.generate(llm, None)  # what a first step allocates for good is not the adapter's
+        testing.generate(llm, None)  # what a first step allocates for good is not the adapter's
     transport.all_of(0)
 
     say(f"rank {rank}: page-locking")
@@ -218,17 +217,15 @@ class Transport:
 
     def __init__(self, manager: Any, rank: int, device: torch.device) -> None:
         served = vllm_hook.served_model(manager)
-        experts = any(scenarios.is_expert(module) for module in served.modules)
+        experts = any(testing.is_expert(module) for module in served.modules)
         self.device = device
         self.experts = experts
         self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for module, takes in served.modules.items():
-            if module.rpartition(".")[2] in ("embed_tokens", "lm_head") or (
-                experts and not scenarios.is_expert(module)
-            ):
+            if module.rpartition(".")[2] in ("embed_tokens", "lm_head") or (experts and not testing.is_expert(module)):
                 continue
             layer = next((word for word in module.split(".") if word.isdigit()), "")
-            a, b = scenarios.factor_shapes(takes, rank)
+            a, b = testing.factor_shapes(takes, rank)
             chunk = self.shapes.setdefault(layer, {})
             chunk[f"base_model.model.{module}.lora_A.weight"] = a
             chunk[f"base_model.model.{module}.lora_B.weight"] = b
@@ -307,11 +304,11 @@ def _sync(
     vllm_hook.release_device_memory()
     transport_alone = transport.seconds(number)  # each time: a shared host is not equally fast all the time
     vllm_hook.release_device_memory()
-    rest = scenarios.device_memory()
+    rest = testing.device_memory()
     marks: dict[str, float] = {}
 
     def on_load(event: str, lora_int_id: int) -> None:
-        scenarios.synchronize()
+        testing.synchronize()
         marks[event] = time.perf_counter()
 
     receiving = waited = transporting = 0.0
@@ -341,25 +338,25 @@ def _sync(
             request = vllm_hook.stage_adapter(1, tensors, transport.adapter_config, load_inplace=True)
             receiving = time.perf_counter() - arrived
             del tensors
-        scenarios.synchronize()
+        testing.synchronize()
         began = time.perf_counter()
         with vllm_hook.observed(on_load):
             llm.llm_engine.add_lora(request)
-        scenarios.synchronize()
+        testing.synchronize()
         adding = time.perf_counter() - began
     seconds = elapsed()
     peak = (memory.peak.allocated or 0) - rest[0]
-    after = scenarios.device_memory()
+    after = testing.device_memory()
     held = vllm_hook.holders(manager)
     # The request has been loaded; asked for again it is what any later step brings.
-    tokens = scenarios.generate(llm, request)[0] if generate else []
+    tokens = testing.generate(llm, request)[0] if generate else []
     slots = _digest_of_slots(manager)
     _evict(llm, manager)
-    scenarios.synchronize()
+    testing.synchronize()
     with _timed() as rebuilding:
         llm.llm_engine.add_lora(request)
     rebuild = rebuilding()
-    rebuilt_tokens = scenarios.generate(llm, request)[0] if generate else []
+    rebuilt_tokens = testing.generate(llm, request)[0] if generate else []
     return Sync(
         strategy=strategy,
         number=number,
@@ -415,27 +412,25 @@ def stream(
         with phase("wait"):
             request = stage.commit()
     llm.llm_engine.add_lora(request)
-    scenarios.synchronize()
+    testing.synchronize()
     return request
 
 
 def _repeat(llm: Any, transport: Transport, version: int, fill_slot: bool) -> Held:
     stream(llm, transport, version, fill_slot=fill_slot)
     vllm_hook.release_device_memory()
-    return Held(*scenarios.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
+    return Held(*testing.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
 
 
 def _digest_of_slots(manager: Any) -> str:
-    digest = scenarios.one_digest(scenarios.slot_digests(manager))
+    digest = testing.one_digest(testing.slot_digests(manager))
     vllm_hook.release_device_memory()  # its working memory
     return digest
 
 
 def _evict(llm: Any, manager: Any) -> None:
     """Push adapter 1 out of the slots and of vLLM's host cache."""
-    other, config = scenarios.random_adapter(
-        manager, rank=1, seed=7, wanted=lambda m: m.endswith(("o_proj", "out_proj"))
-    )
+    other, config = testing.random_adapter(manager, rank=1, seed=7, wanted=lambda m: m.endswith(("o_proj", "out_proj")))
     vllm_hook.drop_adapter(2)
     llm.llm_engine.add_lora(vllm_hook.stage_adapter(2, other, config))
     if 1 in vllm_hook.registered_ids(manager):
@@ -504,9 +499,9 @@ def _versions() -> dict[str, str]:
 @contextmanager
 def _timed() -> Iterator[Callable[[], float]]:
     """Seconds of the block, the device's work included."""
-    scenarios.synchronize()
+    testing.synchronize()
     began = time.perf_counter()
     ended = began
     yield lambda: ended - began
-    scenarios.synchronize()
+    testing.synchronize()
     ended = time.perf_counter()

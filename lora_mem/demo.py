@@ -1,6 +1,6 @@
-"""`lora-mem demo`: one adapter's life in a real vLLM engine on this machine, with the hook and without, as a table.
+"""`lora-mem demo`: one adapter's life in a real vLLM engine on this machine, strategy by strategy.
 
-The model is tiny and random and is made here; vLLM's CPU engine runs it where there is no GPU.
+The model is tiny, random and made here; where there is no GPU, vLLM's CPU engine runs it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lora_mem.testing.scenarios import Life, Phase, Round
+    from lora_mem.testing import Life, Round
     from lora_mem.vllm_hook import Strategy
 
 RANK = 16
+WIDTH = 100
 HOLDERS = ("slots", "registered", "staged")
 STRATEGIES: dict[Strategy, str] = {
-    "keep": "Without the hook's help (keep): what was received, and what vLLM packs from it, stay where they are",
-    "offload": "With it (offload): once vLLM's slots hold the adapter, the rest goes to the host",
-    "stage": "With it (stage, the default): received straight into host memory, as vLLM packs it",
+    "keep": "keep: no help. The adapter stays where it arrived, and so does what vLLM packs from it.",
+    "offload": "offload: once vLLM's slots hold the adapter, the rest moves to pinned host memory.",
+    "stage": "stage (the default): received straight into pinned host memory, packed as vLLM packs it.",
 }
-CPU_NOTE = """\
-There is no GPU here, so vLLM's CPU engine ran it: host memory and "GPU" memory are the same, and there is nothing
-to move. On a GPU, staged and registered are on cuda:0 with keep; with offload they are on cpu from "offloaded" on, and
-with stage from the start, page-locked, and the GPU's allocated and reserved bytes are back at those of "rest".
-That a rebuilt adapter is the same to the bit is checked here as it is there."""
-SHARED_NOTE = "Memory that two holders share is counted once, for the left one."
+LEGEND = (
+    "Bytes, and where they are. Memory that two holders share is counted once, under the one further left. Another "
+    'adapter evicts this one from its slot and from vLLM\'s host cache ("evicted"); vLLM then builds it again '
+    '("rebuilt").'
+)
+CPU_NOTE = (
+    "There is no GPU here: all memory is the host's, and nothing has to move. On a GPU, keep leaves registered and "
+    'staged bytes on cuda:0; with offload they are on the host from "offloaded" on, with stage from the start, and the '
+    "GPU is back at its baseline. What must be equal is checked here as it is there:"
+)
+COMPARED = {"tokens": "tokens", "log-probabilities": "logprobs", "slots": "slots"}
 
 
 def main() -> int:
@@ -44,102 +51,85 @@ def main() -> int:
         return 1
     gpu = torch.cuda.is_available()
     where = torch.cuda.get_device_name() if gpu else "the CPU"
-    print(f"vLLM {vllm.__version__} on {where}: starting the engine takes half a minute or so ...", flush=True)
+    print(f"vLLM {vllm.__version__} on {where}: starting an engine takes about half a minute ...", flush=True)
     with _quiet():
-        lives, rounds = _run(gpu)
-    # Wide enough for every figure where the output is no terminal.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        lives, rounds = _run()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     for life in lives:
         console.print(f"\n{STRATEGIES[cast('Strategy', life.strategy)]}", style="bold")
-        console.print(_phases(life, gpu))
-    console.print(SHARED_NOTE)
+        console.print(_moments(life, gpu))
+    console.print(LEGEND)
     if not gpu:
-        console.print(f"\n{CPU_NOTE}\n", soft_wrap=True)
+        console.print(f"\n{CPU_NOTE}")
     checks = _checks(lives, rounds)
+    console.print()
     console.print(_equal(checks))
-    equal = all(all(row.values()) for row in checks.values())
-    left = _left_on_gpu(lives) if gpu else []
-    for line in left:
+    retained = _retained(lives) if gpu else []
+    for line in retained:
         console.print(line, style="bold red")
-    return 0 if equal and not left else 1
+    return 0 if all(all(row.values()) for row in checks.values()) and not retained else 1
 
 
-def _left_on_gpu(lives: list[Life]) -> list[str]:
-    """What the GPU holds above rest in phases where the adapter should be on the host; a line each."""
-    lines = []
-    for life in lives[1:]:
-        rest = life.phase("rest")
-        for phase in life.phases:
-            size = max(phase.allocated - rest.allocated, phase.reserved - rest.reserved)
-            if phase.name in ("offloaded", "evicted", "rebuilt") and size > 0:
-                lines.append(f"{life.strategy}: the GPU holds {size:,} bytes more when {phase.name} than at rest")
-    return lines
+def _run() -> tuple[list[Life], list[Round]]:
+    from lora_mem import testing
 
-
-def _run(gpu: bool) -> tuple[list[Life], list[Round]]:
-    from lora_mem.testing import scenarios
-
+    device = testing.device_at_hand()
     with tempfile.TemporaryDirectory() as directory:
-        config = scenarios.TINY_MOE if gpu else scenarios.TINY_DENSE
-        llm = scenarios.start_engine(scenarios.write_model(f"{directory}/model", config), max_lora_rank=RANK)
-        lives = [scenarios.adapter_life(llm, strategy, rank=RANK) for strategy in STRATEGIES]
-        device = "cuda" if gpu else "cpu"
-        manager = scenarios.only_manager()
+        config = testing.TINY_MOE if device == "cuda" else testing.TINY_DENSE
+        llm = testing.start_engine(testing.write_model(f"{directory}/model", config), max_lora_rank=RANK)
+        lives = [testing.adapter_life(llm, strategy, rank=RANK) for strategy in STRATEGIES]
         # Two in turn: with one slot and one place in the host cache each load evicts the other.
-        adapters = [scenarios.random_adapter(manager, rank=RANK, seed=seed, device=device) for seed in (1, 2)]
-        rounds = scenarios.memory_against_directory(llm, directory, adapters, rounds=2)
+        adapters = [testing.random_adapter(llm, rank=RANK, seed=seed, device=device) for seed in (1, 2)]
+        rounds = testing.memory_against_directory(llm, directory, adapters, rounds=2)
     return lives, rounds
 
 
-def _phases(life: Life, gpu: bool) -> Table:
-    """One row a phase: bytes of each holder and where they are, and milliseconds."""
-    table = Table()
-    table.add_column("phase")
-    for holder in HOLDERS:
-        table.add_column(f"{holder}, bytes", justify="right")
-    if gpu:
-        table.add_column("GPU allocated", justify="right")
-        table.add_column("GPU reserved", justify="right")
-    table.add_column("ms", justify="right")
-    for phase in life.phases:
-        table.add_row(*_row(phase, gpu))
+def _moments(life: Life, gpu: bool) -> Table:
+    """One row a moment: bytes of each holder and where they are, GPU memory above the baseline, milliseconds."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for column in (*HOLDERS, *(["allocated", "reserved"] if gpu else []), "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    baseline = life.moment("baseline")
+    for moment in life.moments:
+        held = (moment.holders[holder].items() for holder in HOLDERS)
+        above = (moment.allocated - baseline.allocated, moment.reserved - baseline.reserved)
+        table.add_row(
+            moment.name,
+            *(", ".join(f"{size:,} {device}" for device, size in sizes) or "0" for sizes in held),
+            *([f"{size:+,}" for size in above] if gpu else []),
+            "" if moment.milliseconds is None else f"{moment.milliseconds:.1f}",
+        )
     return table
 
 
-def _row(phase: Phase, gpu: bool) -> Iterator[str]:
-    yield phase.name
-    for holder in HOLDERS:
-        yield ", ".join(f"{size:,} {device}" for device, size in phase.holders[holder].items()) or "0"
-    if gpu:
-        yield f"{phase.allocated:,}"
-        yield f"{phase.reserved:,}"
-    yield "" if phase.milliseconds is None else f"{phase.milliseconds:.1f}"
+def _retained(lives: list[Life]) -> list[str]:
+    """What the GPU holds above the baseline when the adapter should be on the host; a line each."""
+    lines = []
+    for life in lives:
+        baseline = life.moment("baseline")
+        for moment in life.moments:
+            size = max(moment.allocated - baseline.allocated, moment.reserved - baseline.reserved)
+            if life.strategy != "keep" and moment.name in ("offloaded", "evicted", "rebuilt") and size > 0:
+                lines.append(f"{life.strategy}: the GPU retains {size:,} bytes above the baseline when {moment.name}")
+    return lines
 
 
 def _checks(lives: list[Life], rounds: list[Round]) -> dict[str, dict[str, bool]]:
     """What must be equal to the bit: {what: {between what: whether it is}}."""
-    first = lives[0]
-    strategies = {
-        "tokens": all(life.tokens == first.tokens for life in lives),
-        "log-probabilities": all(life.logprobs == first.logprobs for life in lives),
-        "slots": all(life.slots == first.slots for life in lives),
-    }
-    rebuilt = {
-        "tokens": all(life.tokens == life.rebuilt_tokens for life in lives),
-        "log-probabilities": all(life.logprobs == life.rebuilt_logprobs for life in lives),
-        "slots": all(life.slots == life.rebuilt_slots for life in lives),
-    }
-    directory = {
-        "tokens": all(one.tokens_equal for one in rounds),
-        "log-probabilities": all(one.logprobs_equal for one in rounds),
-        "slots": all(one.slots_equal for one in rounds),
-    }
-    columns = {"all strategies": strategies, "loaded and rebuilt": rebuilt, "memory and directory": directory}
-    return {what: {name: column[what] for name, column in columns.items()} for what in strategies}
+    checks = {}
+    for name, field in COMPARED.items():
+        loaded = [getattr(life, field) for life in lives]
+        checks[name] = {
+            "by every strategy": all(one == loaded[0] for one in loaded),
+            "loaded and rebuilt": loaded == [getattr(life, f"rebuilt_{field}") for life in lives],
+            "from memory and from a directory": all(getattr(one, f"{field}_equal") for one in rounds),
+        }
+    return checks
 
 
 def _equal(checks: dict[str, dict[str, bool]]) -> Table:
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("equal to the bit")
     for against in next(iter(checks.values())):
         table.add_column(against, justify="center")

@@ -240,7 +240,7 @@ CASES = [
 
 def config_of(case: Case) -> dict[str, Any]:
     """The config.json of a case."""
-    from lora_mem.testing.engine_configs import engine_config
+    from lora_mem.testing import engine_config
 
     model = case.model or case.extra
     config = engine_config(model, case.layers, case.extra)

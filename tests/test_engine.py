@@ -18,19 +18,19 @@ import torch
 from vllm.lora.request import LoRARequest
 
 import lora_mem
+from lora_mem import testing
 from lora_mem.errors import AdapterError
 from lora_mem.sizing import footprints
 from lora_mem.sizing.adapters import read_adapter
 from lora_mem.sizing.targets import targeted
-from lora_mem.testing import scenarios
 
 RANK = 8
-LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ATTENTION = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def adapter(manager, seed=1, rank=RANK, **options):
-    return scenarios.random_adapter(manager, rank=rank, seed=seed, **options)
+    return testing.random_adapter(manager, rank=rank, seed=seed, **options)
 
 
 def fast_and_slow(module):
@@ -54,7 +54,7 @@ def fast_and_slow(module):
 )
 def test_memory_equals_directory_through_evictions_and_rebuilds(llm, manager, tmp_path, options, config, strategy):
     adapters = [adapter(manager, seed, **options, **config) for seed in (1, 2)]
-    rounds = scenarios.memory_against_directory(llm, tmp_path, adapters, rounds=3, strategy=strategy)
+    rounds = testing.memory_against_directory(llm, tmp_path, adapters, rounds=3, strategy=strategy)
     assert len(rounds) == 6  # with one slot and one place in the host cache each load evicts the other adapter
     for one in rounds:
         assert one.slots_equal, one
@@ -64,18 +64,18 @@ def test_memory_equals_directory_through_evictions_and_rebuilds(llm, manager, tm
 
 def test_a_rank_of_its_own_for_one_module(llm, manager, tmp_path):
     tensors, config = adapter(manager, wanted=ATTENTION)
-    small, _ = adapter(manager, seed=9, rank=2, wanted=scenarios.modules_named("v_proj"))
+    small, _ = adapter(manager, seed=9, rank=2, wanted=testing.modules_named("v_proj"))
     tensors.update(small)
     config["rank_pattern"] = {"v_proj": 2}
-    rounds = scenarios.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
+    rounds = testing.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
     assert all(one.slots_equal and one.tokens_equal for one in rounds)
 
 
 def test_equal_tokens_prove_something_here(llm, hook, manager):
     # Without lm_head and embeddings, which alone could decide the tokens.
-    seen = [scenarios.generate(llm, None)]
+    seen = [testing.generate(llm, None)]
     for seed in (1, 2):
-        seen.append(scenarios.generate(llm, hook.stage_adapter(seed, *adapter(manager, seed, wanted=LINEAR))))
+        seen.append(testing.generate(llm, hook.stage_adapter(seed, *adapter(manager, seed, wanted=LINEAR))))
     assert len({tuple(tokens) for tokens, _ in seen}) == 3
     assert all(abs(a - b) > 1e-3 for a, b in zip(seen[0][1], seen[1][1], strict=True))
 
@@ -109,7 +109,7 @@ def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
     if not hook._pin_memory():  # vLLM page-locks each tensor by itself
         assert len(registered) == 1
     hook.drop_adapter(1)
-    rounds = scenarios.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
+    rounds = testing.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
     assert all(one.slots_equal for one in rounds)
 
 
@@ -122,15 +122,15 @@ def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manag
     real = hook.offload_in_memory_adapter
     monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda m, i: calls.append((m, i)) or real(m, i))
     tensors, config = adapter(manager)
-    path = scenarios.save_adapter(tmp_path, tensors, config)
+    path = testing.save_adapter(tmp_path, tensors, config)
     request = hook.stage_adapter(1, tensors, config)
     for _ in range(3):
-        scenarios.generate(llm, request)
+        testing.generate(llm, request)
     assert calls == [(manager, 1)]
     assert seen == [("loaded", 1), ("added", 1), ("offloaded", 1)]
-    scenarios.generate(llm, LoRARequest("directory", 7, path))
+    testing.generate(llm, LoRARequest("directory", 7, path))
     assert calls == [(manager, 1)]
-    scenarios.generate(llm, request)  # evicted by the directory's: a rebuild
+    testing.generate(llm, request)  # evicted by the directory's: a rebuild
     assert calls == [(manager, 1)] * 2
 
 
@@ -159,15 +159,15 @@ def test_an_adapter_that_another_loader_built_on_the_device_is_moved(hook, manag
 def test_a_new_version_in_place_is_loaded_once_and_not_at_each_step(llm, hook, manager):
     loads = []
     hook.observers.append(lambda event, lora_int_id: loads.append(event) if event == "loaded" else None)
-    first = scenarios.generate(llm, hook.stage_adapter(1, *adapter(manager, 1)))
+    first = testing.generate(llm, hook.stage_adapter(1, *adapter(manager, 1)))
     request = hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)
     assert request.load_inplace
-    second = scenarios.generate(llm, request)  # 8 steps
-    assert second == scenarios.generate(llm, request)
+    second = testing.generate(llm, request)  # 8 steps
+    assert second == testing.generate(llm, request)
     assert loads == ["loaded"] * 2
     assert second[0] != first[0]
     hook.drop_adapter(1)
-    assert scenarios.generate(llm, hook.stage_adapter(1, *adapter(manager, 2))) == second
+    assert testing.generate(llm, hook.stage_adapter(1, *adapter(manager, 2))) == second
 
 
 def test_versions_do_not_meet_in_the_prefix_cache(hook, manager):
@@ -179,7 +179,7 @@ def test_versions_do_not_meet_in_the_prefix_cache(hook, manager):
 
 def test_drop_forgets_it_here_and_in_vllm(llm, hook, manager):
     request = hook.stage_adapter(1, *adapter(manager))
-    scenarios.generate(llm, request)
+    testing.generate(llm, request)
     hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)  # replaced, and not loaded yet
     assert hook.drop_adapter(1)
     assert manager.list_adapters() == set()
@@ -248,8 +248,8 @@ def refusals(hook, manager):
 
 def test_bad_input_is_refused_and_changes_nothing(llm, hook, manager):
     request = hook.stage_adapter(1, *adapter(manager, 3))
-    tokens = scenarios.generate(llm, request)
-    slots = scenarios.slot_digests(manager)
+    tokens = testing.generate(llm, request)
+    slots = testing.slot_digests(manager)
     staged = hook.status().adapters
     registered = manager._adapter_manager.get_adapter(1)
     for kind, (arguments, options, message) in refusals(hook, manager).items():
@@ -260,20 +260,20 @@ def test_bad_input_is_refused_and_changes_nothing(llm, hook, manager):
     # A bad new version of the active adapter, too.
     with pytest.raises(AdapterError):
         hook.stage_adapter(1, *adapter(manager, rank=32), load_inplace=True)
-    assert scenarios.slot_digests(manager) == slots
-    assert scenarios.generate(llm, request) == tokens
+    assert testing.slot_digests(manager) == slots
+    assert testing.generate(llm, request) == tokens
 
 
 def test_an_id_that_vllm_has_from_a_directory_is_in_use(llm, hook, manager, tmp_path):
     tensors, config = adapter(manager)
-    llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
+    llm.llm_engine.add_lora(LoRARequest("directory", 5, testing.save_adapter(tmp_path, tensors, config)))
     with pytest.raises(AdapterError, match=r"lora_int_id 5 is in use: .*llm_engine\.remove_lora\(5\)"):
         hook.stage_adapter(5, tensors, config)
 
 
 def test_a_load_that_fails_in_vllm_leaves_the_old_adapter_and_no_half_loaded_one(llm, hook, manager, monkeypatch):
     request = hook.stage_adapter(1, *adapter(manager, 1))
-    tokens = scenarios.generate(llm, request)
+    tokens = testing.generate(llm, request)
     bad = hook.stage_adapter(2, *adapter(manager, 2))
     layer = next(iter(manager._adapter_manager.modules.values()))
     with monkeypatch.context() as patch:
@@ -285,8 +285,8 @@ def test_a_load_that_fails_in_vllm_leaves_the_old_adapter_and_no_half_loaded_one
         with pytest.raises(RuntimeError, match="device lost"):
             llm.llm_engine.add_lora(bad)
     assert 2 not in manager.list_adapters()
-    assert scenarios.generate(llm, request) == tokens
-    scenarios.generate(llm, bad)
+    assert testing.generate(llm, request) == tokens
+    testing.generate(llm, bad)
     assert 2 in manager.list_adapters()
 
 
@@ -301,7 +301,7 @@ def test_parameters_are_staged_as_plain_tensors(hook, manager):
 def test_status_tells_where_the_bytes_are(llm, hook, manager):
     tensors, config = adapter(manager)
     request = hook.stage_adapter(1, tensors, config, "mine")
-    scenarios.generate(llm, request)
+    testing.generate(llm, request)
     (one,) = hook.status().adapters
     assert (one.lora_int_id, one.name, one.loaded, one.tensors) == (1, "mine", True, len(tensors))
     assert (one.laid_out, one.why_not_laid_out) == (True, "")
@@ -319,9 +319,9 @@ def test_status_tells_where_the_bytes_are(llm, hook, manager):
 
 def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
     predicted = lora_mem.footprint(
-        scenarios.TINY_DENSE, rank=RANK, max_lora_rank=16, target_modules="all-linear", dtype="bfloat16"
+        testing.TINY_DENSE, rank=RANK, max_lora_rank=16, target_modules="all-linear", dtype="bfloat16"
     )
-    linear = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    linear = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     request = hook.stage_adapter(1, *adapter(manager, wanted=linear, alpha=RANK))
     llm.llm_engine.add_lora(request)
     holders = hook.holders(manager)
@@ -335,7 +335,7 @@ def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
 def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, scaling):
     hook.install(strategy)
     common = {"rank": RANK, "max_lora_rank": 16, "strategy": strategy, "scaling": scaling}
-    predicted = lora_mem.footprint(scenarios.TINY_DENSE, **common)
+    predicted = lora_mem.footprint(testing.TINY_DENSE, **common)
     request = hook.stage_adapter(1, *adapter(manager, wanted=LINEAR, alpha=scaling * RANK))
     llm.llm_engine.add_lora(request)
     for engine in (None, llm, llm.llm_engine, manager):
@@ -344,7 +344,7 @@ def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, sc
         assert not any(row["difference"] for row in comparison.by_module()), comparison.by_module()
     assert hook.live_adapters(manager)[1].rank == RANK
     # A wrong prediction shows where: one target too few.
-    wrong = lora_mem.footprint(scenarios.TINY_DENSE, **common, target_modules=["q_proj", "o_proj"])
+    wrong = lora_mem.footprint(testing.TINY_DENSE, **common, target_modules=["q_proj", "o_proj"])
     comparison = wrong.compare(lora_mem.measure(llm, 1))
     assert not comparison.equal
     assert comparison.difference["packed_bytes"] == predicted.packed_bytes - wrong.packed_bytes > 0
@@ -368,17 +368,17 @@ def test_each_module_is_predicted_by_its_own_scaling(llm, hook, manager, strateg
     ranks = config.get("rank_pattern", {})
     tensors, plain = adapter(manager, wanted=LINEAR)
     if ranks:
-        tensors.update(adapter(manager, rank=ranks["q_proj"], wanted=scenarios.modules_named("q_proj"))[0])
+        tensors.update(adapter(manager, rank=ranks["q_proj"], wanted=testing.modules_named("q_proj"))[0])
     plain |= config
     llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, plain))
     measured = lora_mem.measure(llm)
     common = {"max_lora_rank": 16, "strategy": strategy}
     predicted = [
-        lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, **config, **common),
-        read_adapter(tensors, plain).footprint(scenarios.TINY_DENSE, **common),
+        lora_mem.footprint(testing.TINY_DENSE, rank=RANK, **config, **common),
+        read_adapter(tensors, plain).footprint(testing.TINY_DENSE, **common),
     ]
     if "alpha_pattern" not in config:
-        predicted.append(lora_mem.footprint(scenarios.TINY_DENSE, rank=RANK, rank_pattern=ranks, scaling=1, **common))
+        predicted.append(lora_mem.footprint(testing.TINY_DENSE, rank=RANK, rank_pattern=ranks, scaling=1, **common))
     for one in predicted:
         assert one.compare(measured).equal, one.compare(measured)
 
@@ -416,8 +416,8 @@ def test_the_check_of_an_adapter_says_what_vllm_does(llm, manager, tmp_path, con
     left_out = config.pop("left_out", "nothing")
     tensors, plain = adapter(manager, rank=rank)
     kept = {name: tensor.to(dtype) for name, tensor in tensors.items() if left_out not in name}
-    path = scenarios.save_adapter(tmp_path, kept, {**plain, "r": RANK, **config})
-    check = read_adapter(path).check(scenarios.TINY_DENSE, max_lora_rank=16)
+    path = testing.save_adapter(tmp_path, kept, {**plain, "r": RANK, **config})
+    check = read_adapter(path).check(testing.TINY_DENSE, max_lora_rank=16)
     refusal = None
     try:
         llm.llm_engine.add_lora(LoRARequest("one", 11, path))
@@ -432,7 +432,7 @@ def test_an_adapter_of_any_dtypes_is_predicted(llm, hook, manager, strategy, dty
     hook.install(strategy)
     tensors, config = adapter(manager, wanted=LINEAR, alpha=RANK)
     tensors = {name: t.to(dtype) for (name, t), dtype in zip(tensors.items(), itertools.cycle(dtypes), strict=False)}
-    predicted = read_adapter(tensors, config).footprint(scenarios.TINY_DENSE, max_lora_rank=16, strategy=strategy)
+    predicted = read_adapter(tensors, config).footprint(testing.TINY_DENSE, max_lora_rank=16, strategy=strategy)
     llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, config))
     comparison = predicted.compare(lora_mem.measure(llm))
     assert comparison.equal, comparison
@@ -442,7 +442,7 @@ def test_an_adapter_of_any_dtypes_is_predicted(llm, hook, manager, strategy, dty
 def test_what_a_measurement_says_of_itself(llm, hook, manager):
     bare = lora_mem.measure()
     assert (bare.packed_bytes, bare.staged_bytes, bare.host_bytes) == (0, 0, 0)
-    assert bare.slot_bytes == lora_mem.footprint(scenarios.TINY_DENSE, rank=1, max_lora_rank=16).slot_bytes
+    assert bare.slot_bytes == lora_mem.footprint(testing.TINY_DENSE, rank=1, max_lora_rank=16).slot_bytes
     llm.llm_engine.add_lora(hook.stage_adapter(1, *adapter(manager, wanted=LINEAR)))
     hook.stage_adapter(2, *adapter(manager, 2, wanted=ATTENTION))  # staged, not registered
     with pytest.raises(LookupError, match="several adapters; name one of 1, 2"):
@@ -489,7 +489,7 @@ def test_what_is_on_the_device_and_what_on_the_host(manager, hook, monkeypatch):
 def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_path):
     hook.install("offload")
     tensors, config = adapter(manager, wanted=LINEAR)
-    llm.llm_engine.add_lora(LoRARequest("directory", 5, scenarios.save_adapter(tmp_path, tensors, config)))
+    llm.llm_engine.add_lora(LoRARequest("directory", 5, testing.save_adapter(tmp_path, tensors, config)))
     measured = lora_mem.measure(llm)
     assert (measured.staged_bytes, measured.packed_bytes) == (0, sum(tensor.nbytes for tensor in tensors.values()))
 
@@ -497,7 +497,7 @@ def test_an_adapter_from_a_directory_is_measured_too(llm, hook, manager, tmp_pat
 def test_the_worker_extension_offers_the_same_in_each_worker(llm, hook, manager):
     hook.uninstall()
     (request,) = llm.collective_rpc("lora_mem_stage_adapter", args=(1, *adapter(manager)))  # installs the hook
-    scenarios.generate(llm, request)
+    testing.generate(llm, request)
     (status,), (holders,) = llm.collective_rpc("lora_mem_status"), llm.collective_rpc("lora_mem_holders")
     assert status["adapters"][0]["loaded"]
     assert holders[0]["registered"]["cpu"] > 0
@@ -512,8 +512,8 @@ def chunks_of(tensors, size=5):
 
 def test_a_stage_in_chunks_gives_what_the_whole_dict_gives(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
-    expected = scenarios.generate(llm, hook.stage_adapter(1, tensors, config))
-    slots = scenarios.slot_digests(manager)
+    expected = testing.generate(llm, hook.stage_adapter(1, tensors, config))
+    slots = testing.slot_digests(manager)
     hook.drop_adapter(1)
     with lora_mem.open_stage(1, config) as stage:
         for chunk in chunks_of(tensors):
@@ -522,8 +522,8 @@ def test_a_stage_in_chunks_gives_what_the_whole_dict_gives(llm, hook, manager):
             for tensor in reused.values():
                 tensor.fill_(float("nan"))  # the chunk's memory is the caller's again
         request = stage.commit()
-    assert scenarios.generate(llm, request) == expected
-    assert scenarios.slot_digests(manager) == slots
+    assert testing.generate(llm, request) == expected
+    assert testing.slot_digests(manager) == slots
 
 
 def test_a_rebuild_hands_out_the_same_memory_again(llm, hook, manager):
@@ -542,8 +542,8 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager, fi
     open_stage = functools.partial(lora_mem.open_stage, fill_slot=fill_slot)
     tensors, config = adapter(manager, 1, wanted=LINEAR)
     request = hook.stage_adapter(1, tensors, config)
-    expected = scenarios.generate(llm, request)
-    slots = scenarios.slot_digests(manager)
+    expected = testing.generate(llm, request)
+    slots = testing.slot_digests(manager)
     new, _ = adapter(manager, 2, wanted=LINEAR)
     names = list(new)
     everything = list(chunks_of(new))
@@ -627,8 +627,8 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager, fi
         with pytest.raises(AdapterError, match=message):
             attempt()
         assert hook._open == {}
-        assert scenarios.slot_digests(manager) == slots
-        assert scenarios.generate(llm, request) == expected
+        assert testing.slot_digests(manager) == slots
+        assert testing.generate(llm, request) == expected
     with pytest.raises(AdapterError, match="the stage of adapter 5 is closed"):
         uninstalled_meanwhile()
     assert len(hook._arena.blocks) <= 3  # one in use, and no more unused ones than can be of use
@@ -637,12 +637,12 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager, fi
     with open_stage(1, config, load_inplace=True) as stage:
         stage.add_all(new)
         second = stage.commit()
-    assert scenarios.generate(llm, second) != expected
+    assert testing.generate(llm, second) != expected
 
 
 def test_an_id_that_vllm_got_meanwhile_is_refused_at_commit(llm, hook, manager, tmp_path):
     tensors, config = adapter(manager, wanted=LINEAR)
-    path = scenarios.save_adapter(tmp_path, tensors, config)
+    path = testing.save_adapter(tmp_path, tensors, config)
     stage = lora_mem.open_stage(4, config)
     stage.add_all(tensors)
     llm.llm_engine.add_lora(LoRARequest("directory", 4, path))
@@ -661,9 +661,9 @@ def test_a_lost_stage_does_not_block_its_id(hook, manager):
 
 def test_an_id_that_changed_hands_is_not_taken_for_ours(llm, hook, manager, tmp_path):
     request = hook.stage_adapter(30, *adapter(manager, 1))
-    scenarios.generate(llm, request)
+    testing.generate(llm, request)
     llm.llm_engine.remove_lora(30)
-    path = scenarios.save_adapter(tmp_path, *adapter(manager, 2))
+    path = testing.save_adapter(tmp_path, *adapter(manager, 2))
     llm.llm_engine.add_lora(LoRARequest("directory", 30, path))
     assert not hook.status().adapters[0].loaded
     hook.drop_adapter(30)
@@ -693,7 +693,7 @@ def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
         with lora_mem.open_stage(1, config, load_inplace=True) as stage:
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
-        scenarios.generate(llm, request, max_tokens=1)
+        testing.generate(llm, request, max_tokens=1)
         assert {id(block) for block, _ in hook._arena.blocks} == blocks
     hook.drop_adapter(1)
     assert hook._arena.blocks == []
@@ -738,8 +738,8 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
 
 def test_what_was_staged_before_there_was_an_engine_is_a_copy(llm, hook, manager, tmp_path, monkeypatch):
     tensors, config = adapter(manager, wanted=LINEAR)
-    path = scenarios.save_adapter(tmp_path, tensors, config)
-    expected = scenarios.generate(llm, LoRARequest("directory", 40, path))
+    path = testing.save_adapter(tmp_path, tensors, config)
+    expected = testing.generate(llm, LoRARequest("directory", 40, path))
     aliases = {name: tensor.clone() for name, tensor in tensors.items()}
     first = next(iter(aliases))
     aliases[first] = aliases[first].t().contiguous().t()  # strides are kept
@@ -748,16 +748,16 @@ def test_what_was_staged_before_there_was_an_engine_is_a_copy(llm, hook, manager
         request = hook.stage_adapter(1, aliases, config)
     for tensor in aliases.values():
         tensor.zero_()  # the optimizer's next step
-    assert scenarios.generate(llm, request) == expected
+    assert testing.generate(llm, request) == expected
 
 
 def test_half_a_sync_of_the_right_size_is_refused(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     request = hook.stage_adapter(1, tensors, config)
-    expected = scenarios.generate(llm, request)
+    expected = testing.generate(llm, request)
 
     def only(*suffixes, layers=(0, 1, 2, 3)):
-        chosen = scenarios.modules_named(*suffixes)
+        chosen = testing.modules_named(*suffixes)
         return {
             name: tensor
             for name, tensor in tensors.items()
@@ -780,7 +780,7 @@ def test_half_a_sync_of_the_right_size_is_refused(llm, hook, manager):
     ]:
         with pytest.raises(AdapterError, match=message):
             attempt()
-        assert scenarios.generate(llm, request) == expected
+        assert testing.generate(llm, request) == expected
     hook.drop_adapter(1)
     hook.stage_adapter(1, only("q_proj", layers=(0, 1)), config)  # said so
 
@@ -799,7 +799,7 @@ def test_a_running_request_keeps_its_version_until_the_next_one_is_asked_for(llm
         return tokens
 
     def start(request, name):
-        engine.add_request(name, {"prompt_token_ids": scenarios.PROMPT}, sampling, lora_request=request)
+        engine.add_request(name, {"prompt_token_ids": testing.PROMPT}, sampling, lora_request=request)
 
     versions = [adapter(manager, seed, wanted=LINEAR) for seed in (1, 2)]
     hook.stage_adapter(1, *versions[0])
@@ -822,21 +822,21 @@ def test_a_sync_in_inference_mode_leaves_nothing_of_it(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     with torch.inference_mode():
         request = hook.stage_adapter(1, tensors, config)
-    expected = scenarios.generate(llm, request)
+    expected = testing.generate(llm, request)
     for _ in range(3):
         request = hook.stage_adapter(1, tensors, config, load_inplace=True)
-        assert scenarios.generate(llm, request) == expected
+        assert testing.generate(llm, request) == expected
 
 
 def test_a_stage_of_one_generation_that_is_refused_keeps_the_old_version(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     request = hook.stage_adapter(1, tensors, config)
-    expected = scenarios.generate(llm, request)
+    expected = testing.generate(llm, request)
     other = lora_mem.open_stage(2, config, "taken")
     for options, message in [({"name": "taken"}, "name 'taken' is in use"), ({"nbytes": 10**15}, "cannot reserve")]:
         with pytest.raises(AdapterError, match=message):
             lora_mem.open_stage(1, config, load_inplace=True, generations=1, **options)
-        assert scenarios.generate(llm, request) == expected
+        assert testing.generate(llm, request) == expected
     other.abort()
 
 
@@ -874,7 +874,7 @@ def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manage
 )
 def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, monkeypatch, targets):
     config = {"r": 4, "lora_alpha": 8, "target_modules": targets, "peft_type": "LORA"}
-    predicted = lora_mem.footprint(scenarios.TINY_DENSE, rank=4, target_modules=targets, strategy="stage")
+    predicted = lora_mem.footprint(testing.TINY_DENSE, rank=4, target_modules=targets, strategy="stage")
     hook._layouts.clear()
     stage = lora_mem.open_stage(1, config)
     assert stage._block.nbytes == predicted.host_pinned_bytes
@@ -911,7 +911,7 @@ def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, mon
 )
 def test_the_modules_that_a_config_announces_are_those_that_peft_gives_factors(hook, manager, options):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    fields = {key: value for key, value in scenarios.TINY_DENSE.items() if key not in ("architectures", "dtype")}
+    fields = {key: value for key, value in testing.TINY_DENSE.items() if key not in ("architectures", "dtype")}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["qwen3"](**fields))
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
@@ -947,7 +947,7 @@ def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manag
             assert manager.list_adapters() == set()
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
-        scenarios.generate(llm, request, max_tokens=1)
+        testing.generate(llm, request, max_tokens=1)
         blocks |= {id(block) for block, _ in hook._arena.blocks}
         assert len(hook._arena.blocks) == 1
     assert len(blocks) == 1

@@ -18,13 +18,12 @@ from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 
 import lora_mem
-from lora_mem import vllm_hook
+from lora_mem import testing, vllm_hook
 from lora_mem.errors import AdapterError
 from lora_mem.staging import filling
-from lora_mem.testing import scenarios
 from lora_mem.vllm_hook import slots
 
-LINEAR = scenarios.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYERS = 16  # of the tiny model with weights: 4 times qkv_proj, o_proj, gate_up_proj, down_proj
 
 
@@ -51,9 +50,9 @@ def versions(llm, hook, manager):
     """Three versions of an adapter: tensors, and the slots and tokens that they give without filling."""
     found = []
     for seed in (1, 2, 3):
-        tensors, config = scenarios.random_adapter(manager, rank=8, seed=seed, wanted=LINEAR)
-        output = scenarios.generate(llm, hook.stage_adapter(1, tensors, config, load_inplace=True))
-        found.append(SimpleNamespace(tensors=tensors, slots=scenarios.slot_digests(manager), output=output))
+        tensors, config = testing.random_adapter(manager, rank=8, seed=seed, wanted=LINEAR)
+        output = testing.generate(llm, hook.stage_adapter(1, tensors, config, load_inplace=True))
+        found.append(SimpleNamespace(tensors=tensors, slots=testing.slot_digests(manager), output=output))
     hook.drop_adapter(1)
     for version in found:
         version.config = config
@@ -76,9 +75,9 @@ def test_the_activation_copies_nothing(llm, hook, manager, versions, activated):
         assert len(activated) == one(hook).filled == LAYERS
         assert one(hook).why_not_filled == ""
         activated.clear()
-        assert scenarios.generate(llm, request) == version.output
+        assert testing.generate(llm, request) == version.output
         assert activated == []
-        assert scenarios.slot_digests(manager) == version.slots
+        assert testing.slot_digests(manager) == version.slots
         # And after an eviction it is built from host memory as ever.
         manager.remove_adapter(1)
         other = fill(versions[number - 1].tensors, version.config, load_inplace=True)
@@ -88,7 +87,7 @@ def test_the_activation_copies_nothing(llm, hook, manager, versions, activated):
         llm.llm_engine.add_lora(request)
         manager.remove_adapter(1)
         activated.clear()
-        assert scenarios.generate(llm, request) == version.output
+        assert testing.generate(llm, request) == version.output
         assert len(activated) == LAYERS
         activated.clear()
 
@@ -97,34 +96,34 @@ def test_whole_dicts_fill_it_too(llm, hook, manager, versions, activated):
     for version in versions:
         request = hook.stage_adapter(1, version.tensors, version.config, load_inplace=True, fill_slot=True)
         activated.clear()
-        assert scenarios.generate(llm, request) == version.output
+        assert testing.generate(llm, request) == version.output
         assert activated == []
-        assert scenarios.slot_digests(manager) == version.slots
+        assert testing.slot_digests(manager) == version.slots
 
 
 def test_the_last_version_goes_on_while_the_next_one_arrives(llm, hook, manager, versions):
     first, second, third = versions
     request = fill(first.tensors, first.config)
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
     chunks = by_layer(second.tensors)
     with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
         for number, chunk in enumerate(chunks):
             stage.add_all(chunk)
             if number == 1:
-                assert scenarios.generate(llm, request) == first.output
-                assert scenarios.slot_digests(manager) == first.slots
+                assert testing.generate(llm, request) == first.output
+                assert testing.slot_digests(manager) == first.slots
         newer = stage.commit()
     assert one(hook).filled == 0
     assert "put adapter 1 into the slot meanwhile" in one(hook).why_not_filled
-    assert scenarios.generate(llm, request) == first.output  # until the next one is asked for
-    assert scenarios.generate(llm, newer) == second.output
-    assert scenarios.slot_digests(manager) == second.slots
+    assert testing.generate(llm, request) == first.output  # until the next one is asked for
+    assert testing.generate(llm, newer) == second.output
+    assert testing.slot_digests(manager) == second.slots
     # Committed, and the last version once more before it is loaded.
     newest = fill(third.tensors, third.config)
     assert one(hook).filled == LAYERS
-    assert scenarios.generate(llm, newer) == second.output
-    assert scenarios.generate(llm, newest) == third.output
-    assert scenarios.slot_digests(manager) == third.slots
+    assert testing.generate(llm, newer) == second.output
+    assert testing.generate(llm, newest) == third.output
+    assert testing.slot_digests(manager) == third.slots
     assert one(hook).filled == 0
     assert "meanwhile" in one(hook).why_not_filled
 
@@ -133,7 +132,7 @@ def test_the_last_version_goes_on_while_the_next_one_arrives(llm, hook, manager,
 def test_whoever_aborts_finds_the_last_version_in_its_slot(llm, hook, manager, versions, chunks):
     first, second, _ = versions
     request = fill(first.tensors, first.config)
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
 
     def broken_off():
         with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
@@ -143,45 +142,45 @@ def test_whoever_aborts_finds_the_last_version_in_its_slot(llm, hook, manager, v
 
     with pytest.raises(KeyError, match="the transport failed"):
         broken_off()
-    assert scenarios.slot_digests(manager) == first.slots
+    assert testing.slot_digests(manager) == first.slots
     assert manager._adapter_manager.lora_index_to_id == [1]
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
 
 
 def test_a_lost_stage_gives_the_slot_back_too(llm, hook, manager, versions):
     first, second, _ = versions
     request = fill(first.tensors, first.config)
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
     stage = lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True)
     stage.add_all(by_layer(second.tensors)[0])
     gone = weakref.ref(stage._fill)
     del stage
     assert gone() is None  # by itself: no garbage collection is waited for
-    assert scenarios.generate(llm, request) == first.output
-    assert scenarios.slot_digests(manager) == first.slots
+    assert testing.generate(llm, request) == first.output
+    assert testing.slot_digests(manager) == first.slots
 
 
 def test_another_adapter_takes_the_slot(llm, hook, manager, versions, tmp_path):
     first, second, _ = versions
-    path = scenarios.save_adapter(tmp_path, second.tensors, second.config)
+    path = testing.save_adapter(tmp_path, second.tensors, second.config)
     directory = LoRARequest("directory", 9, path)
     # While it arrives.
     with lora_mem.open_stage(1, first.config, fill_slot=True) as stage:
         for chunk in by_layer(first.tensors):
             stage.add_all(chunk)
-        assert scenarios.generate(llm, directory) == second.output
-        assert scenarios.slot_digests(manager) == second.slots
+        assert testing.generate(llm, directory) == second.output
+        assert testing.slot_digests(manager) == second.slots
         request = stage.commit()
     assert "put adapter 9 into the slot meanwhile" in one(hook).why_not_filled
-    assert scenarios.generate(llm, request) == first.output
-    assert scenarios.slot_digests(manager) == first.slots
+    assert testing.generate(llm, request) == first.output
+    assert testing.slot_digests(manager) == first.slots
     # And once it is committed.
     manager.remove_adapter(1)
     request = fill(first.tensors, first.config)
     assert one(hook).filled == LAYERS
-    assert scenarios.generate(llm, directory) == second.output
-    assert scenarios.generate(llm, request) == first.output
-    assert scenarios.slot_digests(manager) == first.slots
+    assert testing.generate(llm, directory) == second.output
+    assert testing.generate(llm, request) == first.output
+    assert testing.slot_digests(manager) == first.slots
 
 
 def test_versions_that_are_never_loaded(llm, hook, manager, versions):
@@ -189,45 +188,45 @@ def test_versions_that_are_never_loaded(llm, hook, manager, versions):
     fill(first.tensors, first.config)
     fill(second.tensors, second.config)
     request = fill(third.tensors, third.config)
-    assert scenarios.generate(llm, request) == third.output
-    assert scenarios.slot_digests(manager) == third.slots
+    assert testing.generate(llm, request) == third.output
+    assert testing.slot_digests(manager) == third.slots
     # The next one does without the slot: what was filled in for the one before it must not be taken for it.
     fill(first.tensors, first.config)
     request = hook.stage_adapter(1, second.tensors, second.config, load_inplace=True)
     assert one(hook).why_not_filled == "not asked for"
-    assert scenarios.generate(llm, request) == second.output
-    assert scenarios.slot_digests(manager) == second.slots
+    assert testing.generate(llm, request) == second.output
+    assert testing.slot_digests(manager) == second.slots
     fill(first.tensors, first.config)
     hook.drop_adapter(1)
     request = hook.stage_adapter(1, third.tensors, third.config)
-    assert scenarios.generate(llm, request) == third.output
+    assert testing.generate(llm, request) == third.output
 
 
 def test_one_generation(llm, hook, manager, versions, activated):
     for version in versions:
         request = fill(version.tensors, version.config, generations=1)
         activated.clear()
-        assert scenarios.generate(llm, request) == version.output
+        assert testing.generate(llm, request) == version.output
         assert activated == []
 
 
 def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp_path):
     first, second, _ = versions
-    path = scenarios.save_adapter(tmp_path, second.tensors, second.config)
+    path = testing.save_adapter(tmp_path, second.tensors, second.config)
 
     def check(reason, filled=0):
         found = one(hook)
         assert (found.filled, found.why_not_filled) == (filled, reason)
-        assert scenarios.generate(llm, request) == first.output
-        assert scenarios.slot_digests(manager) == first.slots
+        assert testing.generate(llm, request) == first.output
+        assert testing.slot_digests(manager) == first.slots
         hook.drop_adapter(1)
         manager.remove_adapter(9)
 
-    scenarios.generate(llm, LoRARequest("directory", 9, path))
+    testing.generate(llm, LoRARequest("directory", 9, path))
     request = fill(first.tensors, first.config, load_inplace=False)
     check("no slot is free, and no version of this adapter is in one")
 
-    scenarios.generate(llm, fill(first.tensors, first.config, load_inplace=False))
+    testing.generate(llm, fill(first.tensors, first.config, load_inplace=False))
     manager._adapter_manager._active_adapters.pin(1)
     request = fill(first.tensors, first.config)
     check("no slot is free, and the last version of this adapter is pinned to its own")
@@ -288,7 +287,7 @@ def test_the_memory_of_a_sleeping_engine_is_found(llm, hook, manager, versions, 
     assert one(hook).filled == LAYERS
     allocator.sleep()
     assert (one(hook).filled, one(hook).why_not_filled) == (0, "vLLM went to sleep")
-    assert scenarios.generate(llm, request) == version.output
+    assert testing.generate(llm, request) == version.output
     # And between two chunks.
     with lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True) as stage:
         for number, chunk in enumerate(by_layer(second.tensors)):
@@ -297,7 +296,7 @@ def test_the_memory_of_a_sleeping_engine_is_found(llm, hook, manager, versions, 
                 allocator.sleep(offload_tags=())
         request = stage.commit()
     assert one(hook).why_not_filled == "vLLM went to sleep"
-    assert scenarios.generate(llm, request) == second.output
+    assert testing.generate(llm, request) == second.output
     hook.uninstall()
     assert list(vars(allocator)) == ["pointer_to_data"]
 
@@ -305,7 +304,7 @@ def test_the_memory_of_a_sleeping_engine_is_found(llm, hook, manager, versions, 
 def test_a_layer_that_fails_leaves_no_half_adapter_active(llm, hook, manager, versions):
     first, second, _ = versions
     request = fill(first.tensors, first.config)
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
     layer = manager._adapter_manager.modules["model.layers.0.self_attn.qkv_proj"]
 
     def out_of_memory(*arguments):
@@ -321,14 +320,14 @@ def test_a_layer_that_fails_leaves_no_half_adapter_active(llm, hook, manager, ve
         broken_off()
     assert not set(manager._adapter_manager._active_adapters)
     del layer.set_lora
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
     # Without a fill too: evicted from its slot, and the copy back fails.
     manager._adapter_manager.deactivate_adapter(1)
     layer.set_lora = out_of_memory
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.llm_engine.add_lora(request)
     del layer.set_lora
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
 
 
 def test_a_layer_that_goes_by_another_name_is_left_to_vllm(hook):
@@ -346,7 +345,7 @@ def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):
     first, second, third = versions
     fill(first.tensors, first.config)
     other = hook.stage_adapter(2, second.tensors, second.config)
-    scenarios.generate(llm, other)
+    testing.generate(llm, other)
     assert (one(hook).filled, one(hook).why_not_filled) == (0, "vLLM put adapter 2 into the slot meanwhile")
     # What is given up claims no slot.
     hook.drop_adapter(2)
@@ -359,7 +358,7 @@ def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):
     request = fill(second.tensors, second.config)
     lora_mem.open_stage(1, third.config, load_inplace=True, fill_slot=True).abort()
     assert (one(hook).filled, one(hook).why_not_filled) == (0, "another stage of this adapter was opened")
-    assert scenarios.generate(llm, request) == second.output
+    assert testing.generate(llm, request) == second.output
     # Where vLLM packs it.
     hook.install("offload")
     hook.stage_adapter(1, first.tensors, first.config, load_inplace=True, fill_slot=True)
@@ -371,12 +370,12 @@ def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):
 def test_uninstalled_while_it_arrives(llm, hook, manager, versions):
     first, second, _ = versions
     request = fill(first.tensors, first.config, load_inplace=False)
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.generate(llm, request) == first.output
     stage = lora_mem.open_stage(1, second.config, load_inplace=True, fill_slot=True)
     stage.add_all(by_layer(second.tensors)[0])
     hook.uninstall()
-    assert scenarios.slot_digests(manager) == first.slots
-    assert scenarios.generate(llm, request) == first.output
+    assert testing.slot_digests(manager) == first.slots
+    assert testing.generate(llm, request) == first.output
     with pytest.raises(AdapterError, match="closed"):
         stage.commit()
 

@@ -17,7 +17,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 
-from lora_mem.testing import scenarios
+from lora_mem import testing
 
 BASE, LRU = worker_manager.WorkerLoRAManager, worker_manager.LRUCacheWorkerLoRAManager
 
@@ -149,7 +149,7 @@ def test_keep_leaves_the_adapter_where_it_is(llm, hook, manager, monkeypatch):
     monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda *args: pytest.fail("offloaded"))
     hook.install("keep")
     assert hook.status().strategy == "keep"
-    llm.llm_engine.add_lora(hook.stage_adapter(1, *scenarios.random_adapter(manager, rank=4, seed=1)))
+    llm.llm_engine.add_lora(hook.stage_adapter(1, *testing.random_adapter(manager, rank=4, seed=1)))
     assert hook.status().adapters[0].loaded
 
 
@@ -189,7 +189,7 @@ def test_vllm_finds_the_plugin():
 
 
 def test_a_loaded_adapter_costs_next_to_nothing_more(llm, hook, manager):
-    request = hook.stage_adapter(1, *scenarios.random_adapter(manager, rank=4, seed=1))
+    request = hook.stage_adapter(1, *testing.random_adapter(manager, rank=4, seed=1))
     llm.llm_engine.add_lora(request)
     wrapped = type(manager).add_adapter
     original = wrapped.__wrapped__

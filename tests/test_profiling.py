@@ -18,11 +18,11 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 
 import lora_mem
+from lora_mem import testing
 from lora_mem.observe.profiler import phase
 from lora_mem.observe.profiles import Profile, Traced
 from lora_mem.observe.traces import read_trace, trace_frame
 from lora_mem.observe.watching import watched
-from lora_mem.testing import scenarios
 
 MIB = 2**20
 
@@ -294,7 +294,7 @@ def test_a_phase_costs_little():
 
 def evict(llm, hook, manager):
     hook.drop_adapter(2)
-    llm.llm_engine.add_lora(hook.stage_adapter(2, *scenarios.random_adapter(manager, rank=2, seed=2)))
+    llm.llm_engine.add_lora(hook.stage_adapter(2, *testing.random_adapter(manager, rank=2, seed=2)))
     hook.drop_adapter(2)
 
 
@@ -305,10 +305,10 @@ def test_the_parts_of_a_load_show_by_themselves(llm, hook, manager, strategy):
     parts = [(1, "build"), (1, "pack"), (1, "activate"), *offload]
     with lora_mem.profile() as profiler:
         with profiler.phase("stage"):
-            request = hook.stage_adapter(1, *scenarios.random_adapter(manager, rank=4, seed=1))
+            request = hook.stage_adapter(1, *testing.random_adapter(manager, rank=4, seed=1))
         llm.llm_engine.add_lora(request)
         llm.llm_engine.add_lora(request)  # is there already
-        scenarios.generate(llm, request)
+        testing.generate(llm, request)
     assert names(profiler.result) == [(0, "stage"), (0, "load"), *parts]
     assert profiler.result.versions["vllm"] == hook.status().vllm_version
     load = profiler.result.phase("load")
@@ -323,9 +323,9 @@ def test_the_parts_of_a_load_show_by_themselves(llm, hook, manager, strategy):
 def test_a_new_version_is_loaded_not_rebuilt_and_a_directory_is_loaded_too(llm, hook, manager, tmp_path):
     from vllm.lora.request import LoRARequest
 
-    tensors, config = scenarios.random_adapter(manager, rank=4, seed=1)
+    tensors, config = testing.random_adapter(manager, rank=4, seed=1)
     llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, config))
-    path = scenarios.save_adapter(tmp_path, tensors, config)
+    path = testing.save_adapter(tmp_path, tensors, config)
     with lora_mem.profile() as profiler:
         llm.llm_engine.add_lora(hook.stage_adapter(1, tensors, config, load_inplace=True))
         llm.llm_engine.add_lora(LoRARequest("directory", 5, path))
@@ -343,7 +343,7 @@ def test_vllm_is_as_it_was_afterwards(llm, hook, manager):
         hook.install()  # in the block
         assert dict(vars(LoRAModelManager)) != before
         with lora_mem.profile() as inner:
-            request = hook.stage_adapter(1, *scenarios.random_adapter(manager, rank=4, seed=1))
+            request = hook.stage_adapter(1, *testing.random_adapter(manager, rank=4, seed=1))
             llm.llm_engine.add_lora(request)
         assert dict(vars(LoRAModelManager)) != before
     hook.uninstall()
@@ -352,7 +352,7 @@ def test_vllm_is_as_it_was_afterwards(llm, hook, manager):
 
 
 def test_a_load_that_fails_is_a_phase_with_an_error(llm, hook, manager):
-    request = hook.stage_adapter(1, *scenarios.random_adapter(manager, rank=4, seed=1))
+    request = hook.stage_adapter(1, *testing.random_adapter(manager, rank=4, seed=1))
     hook.drop_adapter(1)
     with lora_mem.profile() as profiler, pytest.raises(Exception, match="is not staged in process"):
         llm.llm_engine.add_lora(request)

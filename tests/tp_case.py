@@ -14,16 +14,16 @@ class Extension(WorkerExtension):
     """The hook's own, and what the test looks at."""
 
     def digests(self):
-        from lora_mem.testing import scenarios
+        from lora_mem import testing
 
-        return scenarios.slot_digests(scenarios.only_manager())
+        return testing.slot_digests()
 
     def random(self, seed):
         from safetensors.torch import save
 
-        from lora_mem.testing import scenarios
+        from lora_mem import testing
 
-        tensors, config = scenarios.random_adapter(scenarios.only_manager(), rank=8, seed=seed)
+        tensors, config = testing.random_adapter(rank=8, seed=seed)
         return save(tensors), config
 
 
@@ -31,28 +31,27 @@ def main() -> None:
     from safetensors.torch import load
     from vllm.lora.request import LoRARequest
 
-    from lora_mem import footprint
+    from lora_mem import footprint, testing
     from lora_mem.sizing.footprints import Footprint
-    from lora_mem.testing import scenarios
 
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
     common = {"rank": 8, "max_lora_rank": 16, "tensor_parallel_size": 2, "strategy": "stage"}
-    predicted = footprint(scenarios.TINY_DENSE, target_modules=names, **common)
+    predicted = footprint(testing.TINY_DENSE, target_modules=names, **common)
     with tempfile.TemporaryDirectory() as directory:
-        llm = scenarios.start_engine(
-            scenarios.write_model(f"{directory}/model", scenarios.TINY_DENSE),
+        llm = testing.start_engine(
+            testing.write_model(f"{directory}/model", testing.TINY_DENSE),
             tensor_parallel_size=2,
             worker_extension_cls="tp_case.Extension",
         )
         payload, config = llm.collective_rpc("random", args=(1,))[0]
-        path = scenarios.save_adapter(f"{directory}/adapter", load(payload), config)
-        expected = scenarios.generate(llm, LoRARequest("directory", 9, path))
+        path = testing.save_adapter(f"{directory}/adapter", load(payload), config)
+        expected = testing.generate(llm, LoRARequest("directory", 9, path))
         slots = llm.collective_rpc("digests")
         llm.llm_engine.remove_lora(9)
         replies = llm.collective_rpc("lora_mem_stage_adapter", args=(1, payload, config))
         reply = replies[0]
         request = reply if isinstance(reply, LoRARequest) else LoRARequest(*reply)
-        found = scenarios.generate(llm, request)
+        found = testing.generate(llm, request)
         found_slots = llm.collective_rpc("digests")
         result = {
             "workers": len(replies),
@@ -73,7 +72,7 @@ def main() -> None:
         filled = llm.collective_rpc("digests")
         result["filled"] = [status["adapters"][0]["filled"] for status in llm.collective_rpc("lora_mem_status")]
         result["dropped"] = llm.collective_rpc("lora_mem_drop_adapter", args=(1,))
-        path = scenarios.save_adapter(f"{directory}/next", load(payload), config)
+        path = testing.save_adapter(f"{directory}/next", load(payload), config)
         llm.llm_engine.add_lora(LoRARequest("next", 9, path))
         result["filled_equal"] = llm.collective_rpc("digests") == filled != found_slots
     print(json.dumps(result), flush=True)

@@ -371,16 +371,16 @@ def plot_lives(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Ax
         ax: where to draw.
     """
     ax = _axes(ax)
-    phases = [name for name in _life_phases(lives) if name != "rest"]
+    phases = [name for name in _life_phases(lives) if name != "baseline"]
     most = max(
         sum(sum(phase["holders"][holder].values()) for holder in ("registered", "staged"))
         for life in lives
-        for phase in life["phases"]
+        for phase in _moments(life)
     )
     unit, scale = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     width = 0.8 / len(lives)
     for number, life in enumerate(lives):
-        for phase in life["phases"]:
+        for phase in _moments(life):
             if phase["name"] not in phases:
                 continue
             x = phases.index(phase["name"]) + (number - (len(lives) - 1) / 2) * width
@@ -413,7 +413,7 @@ def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None
     Arguments as for `plot_lives`.
     """
     values = {
-        life["strategy"]: {p["name"]: p["milliseconds"] for p in life["phases"] if p["name"] != "rest"}
+        life["strategy"]: {p["name"]: p["milliseconds"] for p in _moments(life) if p["name"] != "baseline"}
         for life in lives
     }
     ax = plot_bars(values, "milliseconds", ax)
@@ -425,5 +425,10 @@ def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None
 
 def _life_phases(lives: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the phases of all lives, in order."""
-    longest = max(lives, key=lambda life: len(life["phases"]))
-    return [phase["name"] for phase in longest["phases"]]
+    return [moment["name"] for moment in max((_moments(life) for life in lives), key=len)]
+
+
+def _moments(life: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of a life as it is written now, or as reports have it."""
+    recorded = life.get("phases", ())
+    return [*life.get("moments", ()), *({**one, "name": one["name"].replace("rest", "baseline")} for one in recorded)]

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 import lora_mem
-from lora_mem import bench, vllm_hook
+from lora_mem import bench, testing, vllm_hook
 from lora_mem.observe.profiler import phase
-from lora_mem.testing import scenarios
 
 TINY_GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -86,11 +85,11 @@ TINY_NEMOTRON: dict[str, Any] = {
 
 
 def is_split(module: str) -> bool:
-    return not scenarios.is_expert(module) or (".experts." in module and not module.endswith(".base_layer"))
+    return not testing.is_expert(module) or (".experts." in module and not module.endswith(".base_layer"))
 
 
 def is_fused(module: str) -> bool:
-    return not scenarios.is_expert(module) or module.endswith((".experts", ".experts.base_layer"))
+    return not testing.is_expert(module) or module.endswith((".experts", ".experts.base_layer"))
 
 
 def against_directory(
@@ -99,20 +98,20 @@ def against_directory(
     """Two adapters in turn, three times each; `wanted` for each of the two."""
     with tempfile.TemporaryDirectory() as directory:
         # Little of the GPU for each, and no look at what is free: these cases run side by side.
-        model = scenarios.write_model(f"{directory}/model", config)
-        llm = scenarios.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28, **engine)
+        model = testing.write_model(f"{directory}/model", config)
+        llm = testing.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28, **engine)
         vllm_hook.install()
-        manager = scenarios.only_manager()
+        manager = vllm_hook.manager_of()
         adapters = [
-            scenarios.random_adapter(manager, rank=8, seed=seed, device="cuda", wanted=one, **(extra or {}))
+            testing.random_adapter(manager, rank=8, seed=seed, device="cuda", wanted=one, **(extra or {}))
             for seed, one in enumerate(wanted)
         ]
-        expert_tensors = sum(scenarios.is_expert(name.split(".lora_")[0]) for name in adapters[0][0])
+        expert_tensors = sum(testing.is_expert(name.split(".lora_")[0]) for name in adapters[0][0])
         layers = sorted({type(layer).__name__ for layer in manager._adapter_manager.modules.values()})
         rounds = {}
         for name, how in WAYS.items():
             copies = [(dict(tensors), config) for tensors, config in adapters]
-            found = scenarios.memory_against_directory(llm, f"{directory}/{name}", copies, **how)
+            found = testing.memory_against_directory(llm, f"{directory}/{name}", copies, **how)
             rounds[name] = [asdict(one) for one in found]
             copies.clear()
     return {
@@ -137,7 +136,7 @@ def everything(module: str) -> bool:
 def bench_30b() -> dict[str, Any]:
     """All strategies side by side at full size, and 50 more syncs."""
     name, options = "Qwen/Qwen3-30B-A3B", {"syncs": 3, "repeats": 50, "gpu_memory_utilization": 0.62}
-    return bench.run(scenarios.QWEN3_30B_A3B, model=name, say=say, **options).to_dict()
+    return bench.run(testing.QWEN3_30B_A3B, model=name, say=say, **options).to_dict()
 
 
 def say(text: str) -> None:
@@ -151,14 +150,14 @@ def qwen3_30b_a3b() -> dict[str, Any]:
     """The whole geometry at rank 64: left on the GPU, offloaded, staged."""
     with tempfile.TemporaryDirectory() as directory:
         began = time.perf_counter()
-        llm = scenarios.start_engine(
-            scenarios.write_model(directory, scenarios.QWEN3_30B_A3B),
+        llm = testing.start_engine(
+            testing.write_model(directory, testing.QWEN3_30B_A3B),
             max_lora_rank=64,
             gpu_memory_utilization=0.62,
         )
         started = time.perf_counter() - began
         lives = [
-            scenarios.adapter_life(llm, strategy, rank=64, wanted=scenarios.modules_named("experts"))
+            testing.adapter_life(llm, strategy, rank=64, wanted=testing.modules_named("experts"))
             for strategy in ("keep", "offload", "stage")
         ]
     return {"engine_seconds": started, "lives": [life.to_dict() for life in lives]}
@@ -168,10 +167,10 @@ def profiles() -> dict[str, Any]:
     """Each strategy's sync under torch's profiler: four layers of Qwen3-30B-A3B at rank 64, received by layer."""
     rank = 64
     with tempfile.TemporaryDirectory() as directory:
-        config = scenarios.QWEN3_30B_A3B | {"num_hidden_layers": 4}
-        llm = scenarios.start_engine(scenarios.write_model(directory, config), max_lora_rank=rank)
+        config = testing.QWEN3_30B_A3B | {"num_hidden_layers": 4}
+        llm = testing.start_engine(testing.write_model(directory, config), max_lora_rank=rank)
         vllm_hook.install()
-        transport = bench.Transport(scenarios.only_manager(), rank, torch.device("cuda"))
+        transport = bench.Transport(vllm_hook.manager_of(), rank, torch.device("cuda"))
         found: dict[str, Any] = {"packed_bytes": vllm_hook.reserve(transport.adapter_config)}
         for strategy in ("keep", "offload", "stage"):
             vllm_hook.install(strategy)
@@ -199,10 +198,10 @@ def profiles() -> dict[str, Any]:
 def overlap() -> dict[str, Any]:
     """A streamed sync of eight layers that come as views of buckets, each after work of the device: its trace."""
     with tempfile.TemporaryDirectory() as directory:
-        config = scenarios.QWEN3_30B_A3B | {"num_hidden_layers": 8}
+        config = testing.QWEN3_30B_A3B | {"num_hidden_layers": 8}
         llm = bench.start(config, max_rank=64, gpu_memory_utilization=0.3)
         vllm_hook.install()
-        manager = scenarios.only_manager()
+        manager = vllm_hook.manager_of()
         # More work than the host needs for a chunk: then it is ahead of the device, as a trainer's is.
         transport = bench.BucketTransport(manager, 64, manager.device, work=0.02)
         vllm_hook.reserve(transport.adapter_config, wait=True)
@@ -215,17 +214,17 @@ def overlap() -> dict[str, Any]:
     return found
 
 
-def measured(config: dict[str, Any] = scenarios.TINY_MOE, device: str = "cuda") -> dict[str, Any]:
+def measured(config: dict[str, Any] = testing.TINY_MOE, device: str = "cuda") -> dict[str, Any]:
     """What is measured less what is predicted, for each strategy: an adapter received on the GPU, experts included."""
     differences = {}
     with tempfile.TemporaryDirectory() as directory:
-        model = scenarios.write_model(f"{directory}/model", config)
-        llm = scenarios.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28)
+        model = testing.write_model(f"{directory}/model", config)
+        llm = testing.start_engine(model, gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28)
         vllm_hook.install()
-        manager = scenarios.only_manager()
+        manager = vllm_hook.manager_of()
         for strategy in ("keep", "offload", "stage"):
             vllm_hook.install(strategy)
-            tensors, adapter_config = scenarios.random_adapter(
+            tensors, adapter_config = testing.random_adapter(
                 manager, rank=8, seed=1, device=device, wanted=lambda name: name.endswith("_proj") or ".gate" in name
             )
             llm.llm_engine.add_lora(lora_mem.stage_adapter(1, tensors, adapter_config))
@@ -238,18 +237,16 @@ def measured(config: dict[str, Any] = scenarios.TINY_MOE, device: str = "cuda") 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "measured": measured,
-    "gated_2d": lambda: against_directory(scenarios.TINY_MOE, [everything, everything]),
+    "gated_2d": lambda: against_directory(testing.TINY_MOE, [everything, everything]),
     "gated_2d_patterns": lambda: against_directory(
-        scenarios.TINY_MOE,
-        [scenarios.modules_named("experts", "q_proj", "o_proj")] * 2,
+        testing.TINY_MOE,
+        [testing.modules_named("experts", "q_proj", "o_proj")] * 2,
         {"alpha_pattern": {r"experts\.3\.gate_proj": 64, "o_proj": 4}, "use_rslora": True},
     ),
     "non_gated_2d": lambda: against_directory(TINY_NEMOTRON, [everything, everything]),
     "fused_3d_interleaved": lambda: against_directory(TINY_GPT_OSS, [everything, everything]),
     "mixed_format": lambda: against_directory(TINY_GPT_OSS, [is_split, is_fused], enable_mixed_moe_lora_format=True),
-    "shared_outer": lambda: against_directory(
-        scenarios.TINY_MOE, [everything, everything], enable_moe_shared_loras=True
-    ),
+    "shared_outer": lambda: against_directory(testing.TINY_MOE, [everything, everything], enable_moe_shared_loras=True),
     "qwen3_30b_a3b": qwen3_30b_a3b,
     "bench_30b": bench_30b,
     "profiles": profiles,

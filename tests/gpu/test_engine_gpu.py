@@ -72,8 +72,8 @@ def test_slots_and_tokens_equal_those_of_a_directory(small_cases, case):
             assert one["slots_equal"], one
             assert one["tokens_equal"], one
             assert one["logprobs_equal"], one
-            assert one["left_allocated"] <= 0, one
-            assert one["left_reserved"] <= 0, one
+            assert one["retained_allocated"] <= 0, one
+            assert one["retained_reserved"] <= 0, one
 
 
 def test_predicted_equals_measured_where_the_tensors_are():
@@ -124,20 +124,20 @@ def test_the_bench_at_full_size():
 def test_qwen3_30b_a3b_leaves_the_gpu():
     result = run("qwen3_30b_a3b")
     lives = {life["strategy"]: life for life in result["lives"]}
-    phases = {name: {phase["name"]: phase for phase in life["phases"]} for name, life in lives.items()}
-    kept = phases["keep"]
-    assert kept["staged"]["allocated"] - kept["rest"]["allocated"] >= PACKED
-    assert kept["added"]["allocated"] - kept["rest"]["allocated"] >= 2 * PACKED
+    moments = {name: {moment["name"]: moment for moment in life["moments"]} for name, life in lives.items()}
+    kept = moments["keep"]
+    assert kept["staged"]["allocated"] - kept["baseline"]["allocated"] >= PACKED
+    assert kept["added"]["allocated"] - kept["baseline"]["allocated"] >= 2 * PACKED
     assert kept["added"]["holders"]["registered"]["cuda:0"] == PACKED
-    moved = phases["offload"]
+    moved = moments["offload"]
     assert moved["offloaded"]["holders"]["registered"] == {"cpu": PACKED}
     assert moved["offloaded"]["holders"]["staged"] == {"cpu": PACKED}
-    staged = phases["stage"]
+    staged = moments["stage"]
     assert staged["added"]["holders"]["registered"] == {"cpu": PACKED}
     for name in ("offload", "stage"):
-        for phase in ("offloaded", "evicted", "rebuilt"):
-            assert phases[name][phase]["allocated"] <= phases[name]["rest"]["allocated"], (name, phase)
-            assert phases[name][phase]["reserved"] <= phases[name]["rest"]["reserved"], (name, phase)
+        for moment in ("offloaded", "evicted", "rebuilt"):
+            for kind in ("allocated", "reserved"):
+                assert moments[name][moment][kind] <= moments[name]["baseline"][kind], (name, moment)
     keep = lives["keep"]
     for life in lives.values():
         assert life["tokens"] == keep["tokens"] == life["rebuilt_tokens"]

@@ -1,16 +1,69 @@
-"""The config.json of a published model, complete enough for a real vLLM engine with dummy weights.
+"""Models for engines with dummy weights: tiny ones, and any of the built-in table.
 
-The built-in table holds what sizes depend on. vLLM also asks for fields that size nothing; they are added here, so that
+The table holds what sizes depend on. vLLM asks for more fields, which size nothing; `engine_config` adds them, so that
 an engine of any model of the table starts without a checkpoint, cut to a few layers if wanted.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from lora_mem.sizing.families import ARCHITECTURE_OF
 from lora_mem.sizing.shapes import known_config
+
+TINY_DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+"""A dense model of 3 million parameters: vLLM's CPU engine serves it with LoRA."""
+
+TINY_MOE: dict[str, Any] = {
+    **TINY_DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""The same with 16 routed experts a layer: LoRA on experts needs a GPU."""
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    **TINY_MOE,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}
+"""The geometry of Qwen/Qwen3-30B-A3B."""
 
 # Fields that size nothing but are asked for, by type of model.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -62,14 +115,14 @@ def engine_config(
     text = config.get("text_config", config)
     text |= {**NEEDED.get(kind, {}), **(extra or {})}
     if layers is not None:
-        cut(text, layers)
+        cut_layers(text, layers)
     # vLLM maps the type kimi_k2 to DeepSeek's classes by the remote code's config class.
     if kind == "kimi_k2":
         config["model_type"] = "deepseek_v3"
     return config
 
 
-def cut(text: dict[str, Any], layers: int) -> None:
+def cut_layers(text: dict[str, Any], layers: int) -> None:
     """Keep the first `layers` of a text model's config, in place, also in fields that list something for each layer."""
     before = text["num_hidden_layers"]
     text["num_hidden_layers"] = min(layers, before)
@@ -80,6 +133,33 @@ def cut(text: dict[str, Any], layers: int) -> None:
 
 
 def engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for vLLM that a model of this config needs on a GPU beside `scenarios.start_engine`'s."""
+    """Options for vLLM that a model of this config needs on a GPU beside `start_engine`'s."""
     text = config.get("text_config", config)
     return {"attention_backend": "TRITON_MLA"} if "kv_lora_rank" in text else {}
+
+
+def experts_at_hand() -> dict[str, Any]:
+    """What notebooks pack and move: Qwen3-30B-A3B's geometry, whole on a GPU, else 2 layers of 16 experts of it."""
+    return (
+        dict(QWEN3_30B_A3B)
+        if torch.cuda.is_available()
+        else QWEN3_30B_A3B | {"num_hidden_layers": 2, "num_experts": 16}
+    )
+
+
+def engine_at_hand() -> dict[str, Any]:
+    """What notebooks serve: Qwen3-30B-A3B's geometry on a GPU, else a tiny dense model, as vLLM's CPU engine takes."""
+    return dict(QWEN3_30B_A3B if torch.cuda.is_available() else TINY_DENSE)
+
+
+def device_at_hand() -> str:
+    """Where adapters arrive: "cuda", or "cpu" without a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def write_model(directory: str | Path, config: dict[str, Any]) -> str:
+    """A model directory that holds a config.json only: vLLM makes the weights (`load_format="dummy"`)."""
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
