@@ -49,7 +49,7 @@ def test_memory_over_time_by_samples_and_by_borders(profile):
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
     assert lines["GPU allocated"] == ([0, 1000], [0, 4])
     assert lines["host resident"] == ([0, 1000], [0, 8])
-    assert lines["host page-locked"] == ([0, 1000], [0, 0])
+    assert lines["host pinned"] == ([0, 1000], [0, 0])
     assert ax.get_ylabel() == "MiB above the beginning"
     without = Profile("cpu", {}, profile.total, profile.phases)
     (line,) = [line for line in without.plot_memory().lines if line.get_label() == "GPU allocated"]

@@ -63,8 +63,8 @@ def bench(rank: int = 64, **changes: object) -> Bench:
         rebuilding=0.0625,
         python=20.0,
         peak=GIB // 4,
-        left=0,
-        left_reserved=0,
+        retained=0,
+        retained_reserved=0,
         pinned=2 * GIB,
         pinned_by_torch=GIB // 2,
         held={"slots": {"cuda:0": 3 * GIB}, "registered": {"cpu": GIB}, "staged": {}},
@@ -173,7 +173,7 @@ def test_benches_by_rank_and_strategy():
     shown = dict(zip(columns[:9], rows[0], strict=False))
     assert shown["sync, s"] == "1.250"
     assert shown["GPU peak, GiB"] == "0.2500"
-    assert shown["page-locked by us, GiB"] == "2.0000"
+    assert shown["pinned by us, GiB"] == "2.0000"
     assert rows[0][9:] == ["1.0000", "1.0000", "3.0000", "3.0000", "yes"]
     assert "keep left out: no room" in first[0]
     assert "rank 64" in second[0]

@@ -1,11 +1,20 @@
-"""What a bench found: plain dataclasses, read from JSON without torch or vLLM, for tables, plots and reports."""
+"""What a bench found, as plain data: read from JSON, tabulated and drawn without torch or vLLM."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lora_mem.drawing import draw
+from lora_mem.sizing.footprints import html_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_RENAMED = {"left": "retained", "left_reserved": "retained_reserved"}
+"""Fields of syncs recorded before they got their present names."""
 
 
 @dataclass(frozen=True)
@@ -16,18 +25,18 @@ class Sync:
         strategy: how; "fill" is "stage" with `fill_slot`.
         number: from 1; the first of a strategy pays for what is reserved once.
         seconds: from the first tensor made to the adapter active in its slot, transport included.
-        transport: of it, what the transport alone takes (measured by itself, just before).
-        transporting: of it, what the transport took in this sync, its work on the device not waited for.
-        receiving: of it, taking the tensors ("stage" and "fill": in turn with the transport).
-        adding: of it, vLLM's `add_lora`: pack, register, slots, and for "offload" the offload.
-        offloading: of it, the offload.
+        transport: what the transport alone takes, measured by itself just before.
+        transporting: what the transport took in this sync, without waiting for its work on the device.
+        receiving: taking the tensors ("stage" and "fill": in turn with the transport).
+        adding: vLLM's `add_lora`: pack, register, slots, and for "offload" the offload.
+        offloading: the offload.
         rebuilding: seconds of `add_lora` after an eviction from slots and host cache.
         python: microseconds of Python a tensor in receiving, without waiting for copies; 0 where nothing is received.
-        peak: bytes of GPU memory above rest, at most, slots not counted.
-        left: bytes of allocated GPU memory more than at rest, once active.
-        left_reserved: the same, reserved.
-        pinned: bytes that this package has page-locked.
-        pinned_by_torch: bytes in torch's cache of page-locked memory.
+        peak: the most bytes of GPU memory above the baseline, which the slots are part of.
+        retained: bytes of GPU memory allocated above the baseline, once active.
+        retained_reserved: the same, reserved.
+        pinned: bytes of host memory pinned by this package.
+        pinned_by_torch: bytes in torch's cache of pinned memory.
         held: bytes by holder (slots, registered, staged) and device, once active; what two share counts for the first.
         tokens: greedy tokens; none where nothing was generated.
         rebuilt_tokens: the same after the rebuild.
@@ -45,8 +54,8 @@ class Sync:
     rebuilding: float
     python: float
     peak: int
-    left: int
-    left_reserved: int
+    retained: int
+    retained_reserved: int
     pinned: int
     pinned_by_torch: int
     held: dict[str, dict[str, int]]
@@ -59,7 +68,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes held after one of many syncs: GPU allocated and reserved, page-locked by us and by torch, host resident."""
+    """Bytes held after one of many syncs: GPU allocated and reserved, pinned by us and by torch, host resident."""
 
     allocated: int
     reserved: int
@@ -78,14 +87,14 @@ class Bench:
         model: name or path, and how many layers.
         rank: of the adapter.
         max_lora_rank: of the engine's slots.
-        tensors: that a sync transports.
+        tensors: how many a sync transports.
         packed_bytes: of the adapter as vLLM registers it, measured.
         predicted: of the calculator: bytes by holder; empty where it does not know the model.
         slot_bytes: measured.
-        reserving: seconds to page-lock one adapter's memory.
+        reserving: seconds to pin one adapter's memory.
         link: bytes a second of one large copy from the device to the host.
         streamed: bytes a second from an adapter that is on the device to its place on the host, by "stage".
-        slot_copy: seconds of one copy of `packed_bytes` from page-locked memory to the device.
+        slot_copy: seconds of one copy of `packed_bytes` from pinned memory to the device.
         syncs: all.
         repeats: what is held after each of many more syncs by "stage" and "fill", if asked for.
         skipped: strategies that were not run, and why.
@@ -133,22 +142,13 @@ class Bench:
     def table(self) -> tuple[str, list[str], list[list[str]]]:
         """Title, columns and rows for a terminal: seconds, and bytes in GiB, or in MiB where the adapter is small."""
         unit, scale = ("GiB", 2**30) if self.packed_bytes >= 2**30 else ("MiB", 2**20)
-        columns = ["strategy", "total s", "recv", "add", "offl.", "rebuild", "peak", "left", "resv.", "pinned"]
-        rows = [
-            [
-                f"{sync.strategy} {sync.number}",
-                f"{sync.seconds:.3f}",
-                f"{sync.receiving:.3f}",
-                f"{sync.adding:.3f}",
-                f"{sync.offloading:.3f}",
-                f"{sync.rebuilding:.3f}",
-                f"{sync.peak / scale:.3f}",
-                f"{sync.left / scale:.3f}",
-                f"{sync.left_reserved / scale:.3f}",
-                f"{(sync.pinned + sync.pinned_by_torch) / scale:.3f}",
-            ]
-            for sync in self.syncs
-        ]
+        columns = ["strategy", "total s", "recv", "add", "offl.", "rebuild", "peak", "retained", "resv.", "pinned"]
+        rows = []
+        for sync in self.syncs:
+            figures = [sync.seconds, sync.receiving, sync.adding, sync.offloading, sync.rebuilding]
+            sizes = [sync.peak, sync.retained, sync.retained_reserved, sync.pinned + sync.pinned_by_torch]
+            figures += [size / scale for size in sizes]
+            rows.append([f"{sync.strategy} {sync.number}", *(f"{figure:.3f}" for figure in figures)])
         limit = f"{self.packed_bytes / self.link:.3f}"
         rows.append(["link limit", limit, "", "", "", f"{self.slot_copy:.3f}", "", "", "", ""])
         predicted = {name: f"{nbytes / scale:.4f}" for name, nbytes in self.predicted.items()}
@@ -160,6 +160,13 @@ class Bench:
             + "".join(f"; {strategy} left out: {reason}" for strategy, reason in self.skipped.items())
         )
         return title, columns, rows
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Bars by strategy, in seconds: first and last sync, and the rebuild."""
+        return draw(self, ax)
+
+    def _repr_html_(self) -> str:
+        return html_table(*self.table())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -173,14 +180,14 @@ class Bench:
             ValueError: a field is missing, by name.
         """
         plain = _fields(cls, values)
-        plain["syncs"] = tuple(Sync(**_fields(Sync, _tuples(sync))) for sync in values["syncs"])
+        plain["syncs"] = tuple(Sync(**_fields(Sync, _present(sync))) for sync in values["syncs"])
         plain["repeats"] = tuple(Held(**_fields(Held, held)) for held in values.get("repeats", ()))
         return cls(**plain)
 
 
 def is_bench(value: Mapping[str, Any]) -> bool:
     """Whether `Bench.from_dict` can read this."""
-    return not _missing(Bench, value) and not any(_missing(Sync, sync) for sync in value["syncs"])
+    return not _missing(Bench, value) and not any(_missing(Sync, _present(sync)) for sync in value["syncs"])
 
 
 def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
@@ -189,7 +196,7 @@ def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
     Of several syncs the last, but for "first sync", which pays for what is reserved and read once.
     """
     columns = ["rank", "strategy", "first sync, s", "sync, s", "add_lora, s", "rebuild, s", "GPU peak, GiB"]
-    columns += ["GPU left, GiB", "page-locked by us, GiB", "registered, GiB", "by calculation, GiB", "slots, GiB"]
+    columns += ["GPU retained, GiB", "pinned by us, GiB", "registered, GiB", "by calculation, GiB", "slots, GiB"]
     columns += ["by calculation, GiB", "slots equal"]
     rows = []
     for bench in benches:
@@ -198,7 +205,7 @@ def by_rank(benches: Sequence[Bench]) -> tuple[str, list[str], list[list[str]]]:
         for strategy in dict.fromkeys(sync.strategy for sync in bench.syncs):
             first, *_, last = [sync for sync in bench.syncs if sync.strategy == strategy]
             seconds = [first.seconds, last.seconds, last.adding, last.rebuilding]
-            sizes = [last.peak, last.left, last.pinned, sum(last.held["registered"].values())]
+            sizes = [last.peak, last.retained, last.pinned, sum(last.held["registered"].values())]
             slots = _gib(sum(last.held["slots"].values()))
             row = [str(bench.rank), strategy, *(f"{one:.3f}" for one in seconds), *map(_gib, sizes)]
             rows.append([*row, predicted[0], slots, predicted[1], equal])
@@ -216,8 +223,10 @@ def _gib(nbytes: int | None) -> str:
     return "" if nbytes is None else f"{nbytes / 2**30:.4f}"
 
 
-def _tuples(sync: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in sync.items()}
+def _present(sync: Mapping[str, Any]) -> dict[str, Any]:
+    """A sync as JSON has it, by the present names of its fields."""
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in sync.items()}
+    return {_RENAMED.get(name, name): value for name, value in plain.items()}
 
 
 def _fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

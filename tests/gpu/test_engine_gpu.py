@@ -100,8 +100,8 @@ def test_the_bench_at_full_size():
 
     for way in ("stage", "fill"):
         for sync in by_way[way]:
-            assert sync["left"] <= 0, sync
-            assert sync["left_reserved"] <= 0, sync
+            assert sync["retained"] <= 0, sync
+            assert sync["retained_reserved"] <= 0, sync
             assert sync["peak"] <= LAYER + MOST_UNDER_WAY, sync  # the chunk, and as much as one layer
             assert sync["pinned"] <= 2 * PACKED * 1.01, sync  # two generations
         assert later(way, lambda sync: sync["python"]) <= 3  # microseconds a tensor
