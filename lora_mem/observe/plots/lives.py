@@ -58,5 +58,5 @@ def plot_life_seconds(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None
 
 
 def _after_baseline(life: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What follows the first moment, the baseline; reports recorded in 2026 call moments phases."""
+    """What follows the first moment, the baseline; older reports call moments phases."""
     return list(life.get("moments", life.get("phases"))[1:])
