@@ -30,7 +30,7 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages beside torch that vLLM imports where they are there, and that take it with them where they are broken."""
 
 EXTRAS = {
-    "notebooks": ("jupyterlab", "matplotlib", "pandas", "ipywidgets", "jinja2", "mistune", "torch_tb_profiler"),
+    "notebooks": ("jupyterlab", "matplotlib", "pandas", "ipywidgets", "nbconvert", "torch_tb_profiler"),
     "dev": ("pytest", "nbval", "hypothesis", "mypy", "ruff", "peft"),
 }
 

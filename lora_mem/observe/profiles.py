@@ -237,7 +237,7 @@ class Profile:
         columns += ["kernels ms", "copying to host ms", "beside kernels ms"] if traced else []
         rows = []
         for phase in (*self.phases, self.total):
-            row = ["  " * phase.depth + phase.name + (" (failed)" if phase.error else ""), f"{phase.seconds * 1e3:.2f}"]
+            row = ["  " * phase.depth + phase.name + (" (failed)" if phase.error else ""), _ms(phase.seconds)]
             if gpu:
                 row += [_ms(phase.device_seconds), _mib(phase.change("allocated", "peak"), "+")]
                 row += [_mib(phase.change("allocated"), "+"), _mib(phase.change("reserved"), "+")]
@@ -274,7 +274,7 @@ def _rate(nbytes: int, seconds: float) -> float | None:
 
 
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.2f}"
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
 
 
 def _mib(nbytes: int | None, sign: str = "") -> str:
