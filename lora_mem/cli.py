@@ -284,8 +284,10 @@ def bench(
 
     Exit code 0: tokens and slots are equal, 1: they differ, 2: nothing was run.
     """
-    from lora_mem.bench import WAYS, engine_config, run
+    from lora_mem import bench as benches
+    from lora_mem.bench import WAYS
     from lora_mem.observe.progress import say
+    from lora_mem.testing import engine_config
 
     if strategy not in (*WAYS, "all"):
         _fail(SizingError("strategy", strategy, f"must be one of {', '.join(WAYS)}, all"))
@@ -295,9 +297,10 @@ def bench(
         _fail(SizingError("syncs", syncs, "must be 2 or more: the first one pays for what is reserved once"))
     try:
         config = engine_config(model, layers)
-    except ValueError as error:
+    except SizingError as error:
         _fail(error)
-    result = run(
+    result = benches.run(
+        benches.start(config, max_rank=rank, say=say, gpu_memory_utilization=gpu_memory_utilization),
         config,
         model=model,
         rank=rank,
@@ -305,7 +308,6 @@ def bench(
         syncs=syncs,
         repeats=repeats,
         say=say,
-        gpu_memory_utilization=gpu_memory_utilization,
     )
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -17,6 +17,7 @@ import ctypes
 import datetime
 import gzip
 import json
+import math
 import mmap
 import os
 import platform
@@ -24,13 +25,20 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lora_mem.testing import engine_config, engine_options
+import torch
+
+import lora_mem
+from lora_mem import bench, testing, vllm_hook
+from lora_mem.observe import plots
+from lora_mem.observe.progress import progress
+from lora_mem.observe.results import Bench
+from lora_mem.staging.pinned import HostBlock
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 300
@@ -50,8 +58,6 @@ def say(text: str) -> None:
 
 def rank_sweep(save: Save, tiny: bool) -> None:
     """Ranks 8 to 256 of Qwen3-30B-A3B's geometry in one engine with slots of rank 256: stage, then keep."""
-    from lora_mem import testing
-
     config = testing.QWEN3_30B_A3B
     ranks = (8, 16) if tiny else (8, 16, 32, 64, 128, 256)
     _ranks(save, config, "Qwen/Qwen3-30B-A3B", tiny, ranks=ranks, strategies=("stage", "keep"))
@@ -59,7 +65,7 @@ def rank_sweep(save: Save, tiny: bool) -> None:
 
 def gpt_oss_20b(save: Save, tiny: bool) -> None:
     """Experts in one tensor for all, gate and up interleaved: gpt-oss-20b's geometry, all layers, bf16 weights."""
-    config = engine_config("openai/gpt-oss-20b")
+    config = testing.engine_config("openai/gpt-oss-20b")
     _ranks(save, config, "openai/gpt-oss-20b", tiny, ranks=(8,) if tiny else (64,))
 
 
@@ -69,9 +75,9 @@ def kimi_k2(save: Save, tiny: bool) -> None:
     Nothing is generated: vLLM's prefill for MLA needs flash-attention kernels, which this environment may lack. Slots
     are compared instead.
     """
-    config = engine_config("moonshotai/Kimi-K2-Instruct", layers=3)
+    config = testing.engine_config("moonshotai/Kimi-K2-Instruct", layers=3)
     ranks = (8,) if tiny else (64,)
-    _ranks(save, config, "moonshotai/Kimi-K2-Instruct", tiny, ranks, engine_options(config), generate=False)
+    _ranks(save, config, "moonshotai/Kimi-K2-Instruct", tiny, ranks, testing.engine_options(config), generate=False)
 
 
 def _ranks(
@@ -83,23 +89,18 @@ def _ranks(
     engine: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    import torch
-
-    from lora_mem import bench
-
     if tiny:
-        config, model, engine = bench.engine_config("tiny"), "tiny", {}
+        config, model, engine = testing.engine_config("tiny"), "tiny", {}
     if torch.cuda.is_available():
         # A small cache: what is left of the GPU is for the adapters.
         engine = {"kv_cache_memory_bytes": 2**28 if tiny else 2**30, "gpu_memory_utilization": 0.5, **(engine or {})}
-    say("starting vLLM")
     began = time.perf_counter()
-    llm = bench.start(config, max_rank=max(ranks), **(engine or {}))
+    llm = bench.start(config, max_rank=max(ranks), say=say, **(engine or {}))
     seconds = {"engine": time.perf_counter() - began}
     found: list[dict[str, Any]] = []
     for rank in ranks:
         began = time.perf_counter()
-        found.append(bench.run_in(llm, config, model=model, rank=rank, say=say, **options).to_dict())
+        found.append(bench.run(llm, config, model=model, rank=rank, say=say, **options).to_dict())
         seconds[f"rank {rank}"] = time.perf_counter() - began
         save({"benches": found, "seconds": seconds})
 
@@ -110,25 +111,25 @@ def _ranks(
 def trace(save: Save, tiny: bool) -> None:
     """One streamed sync of 8 layers of Qwen3-30B-A3B's geometry: a trace with its phases, and a memory snapshot.
 
-    Each layer comes as views of a bucket, after more work of the device than the host needs for a layer, so that the
-    host is ahead. Trace and snapshot are files of their own beside the JSON, where they are small enough to commit.
+    Trace and snapshot are files of their own beside the JSON, where they are small enough to commit.
     """
-    import torch
-
-    import lora_mem
-    from lora_mem import bench, testing, vllm_hook
-
-    config = bench.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4 if tiny else 8)
+    config = testing.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4 if tiny else 8)
     rank = 16 if tiny else 64
     cuda = torch.cuda.is_available()
-    say("starting vLLM")
-    llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if cuda else {}))
+    llm = bench.start(config, max_rank=rank, say=say, **({"gpu_memory_utilization": 0.3} if cuda else {}))
     vllm_hook.install("stage")
-    manager = vllm_hook.manager_of()
-    transport = bench.BucketTransport(manager, rank, manager.device, work=0.02 if cuda else 0.0)
+    manager = vllm_hook.manager_of(llm)
+    transport = AfterWork(manager, rank, manager.device, work=0.02 if cuda else 0.0)
     vllm_hook.reserve(transport.adapter_config, wait=True)
-    for number in (1, 2):  # names are read once, and Triton compiles once
-        testing.generate(llm, bench.stream(llm, transport, number))
+
+    def sync(version: int, **how: Any) -> Any:
+        request, _ = bench.stream(transport, version, **how)
+        llm.llm_engine.add_lora(request)
+        testing.synchronize()
+        return request
+
+    for version in (1, 2):  # names are read once, and Triton compiles once
+        testing.generate(llm, sync(version, fill_slot=version == 2))
     found: dict[str, Any] = {}
     # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
     trace_only = {"trace_ops": False, "synchronize": False}
@@ -137,16 +138,51 @@ def trace(save: Save, tiny: bool) -> None:
         "trace_fill": {"trace": "trace_fill.json.gz", **trace_only},
         "snapshot": {"snapshot": "snapshot.pickle", "sample_every": 0.001},
     }
-    for number, (kind, option) in enumerate(options.items(), 3):
+    for version, (kind, option) in enumerate(options.items(), 3):
         say(f"one sync with a {kind}")
         vllm_hook.release_device_memory()
         with lora_mem.profile(**option) as profiler:
-            bench.stream(llm, transport, number, profiler.phase, fill_slot=kind == "trace_fill")
+            sync(version, phase=profiler.phase, fill_slot=kind == "trace_fill")
         found[kind] = profiler.result.to_dict()
         path = Path(str(option.get("trace") or option["snapshot"]))
         if path.exists():
             found[f"{kind}_file"] = _small(path)
         save(found)
+
+
+class AfterWork(bench.Transport):
+    """Works on the device before each layer, as a trainer that gathers, and brings it as views of one bucket.
+
+    Args:
+        manager: of the engine.
+        rank: of the adapter.
+        device: where.
+        work: seconds of the device's work for a layer; more than the host needs for one, so that the host is ahead.
+    """
+
+    def __init__(self, manager: Any, rank: int, device: torch.device, work: float) -> None:
+        super().__init__(manager, rank, device)
+        side = 8192 if work else 1  # 1.6 ms on an H200
+        self._square = torch.ones(side, side, dtype=torch.bfloat16, device=device)
+        self._work(1)
+        testing.synchronize()
+        began = time.perf_counter()
+        self._work(20)
+        testing.synchronize()
+        self._products = round(work / ((time.perf_counter() - began) / 20))
+
+    def _work(self, products: int) -> None:
+        for _ in range(products):
+            _ = self._square @ self._square
+
+    def chunks(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator(device=self.device).manual_seed(version)
+        for shapes in self.shapes.values():
+            self._work(self._products)
+            sizes = [math.prod(shape) for shape in shapes.values()]
+            bucket = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
+            views = bucket.normal_(0, 0.02, generator=generator).split(sizes)
+            yield {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views, strict=True)}
 
 
 def _small(path: Path) -> str:
@@ -171,10 +207,6 @@ def reserving(save: Save, tiny: bool) -> None:
     Each setting runs twice, and the first one comes again at the end: a virtual machine gets its memory from the host
     as it first touches it. `HostBlock` itself follows.
     """
-    import torch
-
-    from lora_mem.staging.pinned import HostBlock
-
     nbytes = 8 * 2**20 if tiny else 3 * 64 * (2048 + 768) * 128 * 48 * 2
     shared, private = ("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)
     first = (shared, True, "memset", 16)
@@ -205,8 +237,6 @@ def reserving(save: Save, tiny: bool) -> None:
 
 
 def _reserve_once(nbytes: int, mapping: tuple[str, int], huge: bool, touch: str, threads: int) -> dict[str, Any]:
-    import torch
-
     seconds: dict[str, float] = {}
     began = time.perf_counter()
 
@@ -281,9 +311,6 @@ def _huge_bytes(address: int) -> int:
 def plot(folder: Path) -> list[Path]:
     """PNG plots of the JSON files that the folder has, beside its README."""
     from matplotlib.figure import Figure
-
-    from lora_mem.observe import plots
-    from lora_mem.observe.results import Bench
 
     written = []
     for name in ("trace", "trace_fill"):
@@ -384,8 +411,8 @@ def _output(*command: str) -> str:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         pass
     # A package that is on the path only has no metadata.
     found = _output(sys.executable, "-c", f"import {package}; print({package}.__version__)").splitlines()
@@ -449,8 +476,6 @@ def main() -> int:
     if arguments.child:
         child(arguments.child, raw, arguments.tiny)
         return 0
-    from lora_mem.observe.progress import progress
-
     done = environment() | {"cases": []}
     for name in progress(list(arguments.only or CASES), what="cases"):
         done["cases"].append(record(name, raw, arguments.tiny))

@@ -51,7 +51,7 @@ def test_all_strategies_in_one_run(tmp_path):
 
 def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
     benches = [
-        bench.run_in(llm, testing.TINY_DENSE, model="tiny", rank=rank, strategies=("stage", "keep"), generate=False)
+        bench.run(llm, testing.TINY_DENSE, model="tiny", rank=rank, strategies=("stage", "keep"), generate=False)
         for rank in (4, 8)
     ]
     for found in benches:
@@ -71,13 +71,13 @@ def test_ranks_in_one_engine_that_does_not_generate(llm, manager):
 
 
 def test_the_config_of_an_engine_is_cut_where_it_lists_layers():
-    nemotron = bench.engine_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 5)
+    nemotron = testing.engine_config("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 5)
     assert len(nemotron["hybrid_override_pattern"]) == nemotron["num_hidden_layers"] == 5
-    assert bench.engine_config("tiny", 2)["hidden_act"] == "silu"  # as long as the model has layers
-    gemma = bench.engine_config("google/gemma-4-26B-A4B", 3)["text_config"]
+    assert testing.engine_config("tiny", 2)["hidden_act"] == "silu"  # as long as the model has layers
+    gemma = testing.engine_config("google/gemma-4-26B-A4B", 3)["text_config"]
     assert gemma["num_hidden_layers"] == 3
     for name in shapes.known_models():
-        ModelShape.from_config(bench.engine_config(name, 2))
+        ModelShape.from_config(testing.engine_config(name, 2))
 
 
 def test_what_is_no_bench():
@@ -87,11 +87,12 @@ def test_what_is_no_bench():
 
 def test_exit_codes(monkeypatch, llm, manager):
     def ends(found):
+        monkeypatch.setattr(bench, "start", lambda config, **how: None)
         monkeypatch.setattr(bench, "run", lambda *args, **how: found)
         return CliRunner().invoke(cli.app, ["bench", "--strategy", "stage"])
 
     how = {"model": "tiny", "rank": 4, "strategies": ("stage",)}
-    found = bench.run_in(llm, testing.TINY_DENSE, generate=False, **how)
+    found = bench.run(llm, testing.TINY_DENSE, generate=False, **how)
     first, *others = found.syncs
     assert ends(found).exit_code == 0
     assert "no tokens to compare\nslots equal" in ends(found).stdout
@@ -162,5 +163,5 @@ def test_experts_are_announced_without_the_dense_modules_of_their_names(hook):
 
 
 def test_one_sync_is_not_enough():
-    with pytest.raises(ValueError, match="syncs is 1; it must be 2 or more"):
-        bench.run(testing.TINY_DENSE, model="tiny", syncs=1)
+    with pytest.raises(ValueError, match="syncs=1: must be 2 or more"):
+        bench.run(None, testing.TINY_DENSE, model="tiny", rank=8, syncs=1)

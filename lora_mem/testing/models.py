@@ -6,6 +6,7 @@ an engine of any model of the table starts without a checkpoint, cut to a few la
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
+from lora_mem.errors import SizingError
 from lora_mem.sizing.families import ARCHITECTURE_OF
-from lora_mem.sizing.shapes import known_config
+from lora_mem.sizing.shapes import known_config, known_models
 
 TINY_DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -102,30 +104,50 @@ def engine_config(
     """A config.json that vLLM starts with dummy weights.
 
     Args:
-        model: a name of the built-in table, or the facts of another model as in its config.json.
-        layers: keep so many of its layers at most; fields that list something for each layer are cut too.
+        model: "tiny", a name of the built-in table, a path to a config.json or its directory, or the facts of another
+            model as in its config.json.
+        layers: keep so many of its layers; fields that list something for each layer are cut too.
         extra: more fields of the text model.
 
     Raises:
-        SizingError: the table does not have the model.
+        SizingError: there is no such model, or it has fewer layers.
     """
-    config = known_config(model) if isinstance(model, str) else dict(model)
+    if model in ("tiny", "Qwen/Qwen3-30B-A3B"):
+        config = dict(QWEN3_30B_A3B if model != "tiny" else TINY_MOE if torch.cuda.is_available() else TINY_DENSE)
+    elif not isinstance(model, str) or model in known_models():
+        config = _completed(known_config(model) if isinstance(model, str) else copy.deepcopy(dict(model)))
+    else:
+        path = Path(model)
+        try:
+            config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        except (OSError, ValueError):
+            allowed = (
+                "must be 'tiny', a name of the built-in table, such as Qwen/Qwen3-30B-A3B, or a path to a config.json"
+            )
+            raise SizingError("model", model, allowed) from None
+    text = config.get("text_config", config)
+    text |= extra or {}
+    if layers is not None:
+        if not 1 <= layers <= text["num_hidden_layers"]:
+            raise SizingError("layers", layers, f"must be 1 to {text['num_hidden_layers']}, which the model has")
+        _cut(text, layers)
+    return config
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a model with the fields that vLLM asks for besides."""
     kind = config["model_type"]
     config |= {"architectures": [ARCHITECTURE_OF[kind]], "torch_dtype": "bfloat16", **TOWERS.get(kind, {})}
     text = config.get("text_config", config)
-    text |= {**NEEDED.get(kind, {}), **(extra or {})}
-    if layers is not None:
-        cut_layers(text, layers)
+    text |= NEEDED.get(kind, {})
     # vLLM maps the type kimi_k2 to DeepSeek's classes by the remote code's config class.
     if kind == "kimi_k2":
         config["model_type"] = "deepseek_v3"
     return config
 
 
-def cut_layers(text: dict[str, Any], layers: int) -> None:
-    """Keep the first `layers` of a text model's config, in place, also in fields that list something for each layer."""
-    before = text["num_hidden_layers"]
-    text["num_hidden_layers"] = min(layers, before)
+def _cut(text: dict[str, Any], layers: int) -> None:
+    before, text["num_hidden_layers"] = text["num_hidden_layers"], layers
     for name, value in text.items():
         by_layer = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
         if by_layer and len(value) == before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -135,8 +136,9 @@ def everything(module: str) -> bool:
 
 def bench_30b() -> dict[str, Any]:
     """All strategies side by side at full size, and 50 more syncs."""
-    name, options = "Qwen/Qwen3-30B-A3B", {"syncs": 3, "repeats": 50, "gpu_memory_utilization": 0.62}
-    return bench.run(testing.QWEN3_30B_A3B, model=name, say=say, **options).to_dict()
+    config, name = testing.QWEN3_30B_A3B, "Qwen/Qwen3-30B-A3B"
+    llm = bench.start(config, max_rank=64, gpu_memory_utilization=0.62)
+    return bench.run(llm, config, model=name, rank=64, syncs=3, repeats=50, say=say).to_dict()
 
 
 def say(text: str) -> None:
@@ -181,12 +183,7 @@ def profiles() -> dict[str, Any]:
                 with lora_mem.profile(trace=trace, trace_ops=False) as profiler:
                     with phase("stage"):
                         if strategy == "stage":
-                            with vllm_hook.open_stage(1, transport.adapter_config) as stage:
-                                for chunk in transport.chunks(number):
-                                    stage.add_all(chunk)
-                                    del chunk
-                                request = stage.commit()
-                            del stage
+                            request, _ = bench.stream(transport, number)
                         else:
                             request = vllm_hook.stage_adapter(1, transport.all_of(number), transport.adapter_config)
                     llm.llm_engine.add_lora(request)
@@ -196,22 +193,14 @@ def profiles() -> dict[str, Any]:
 
 
 def overlap() -> dict[str, Any]:
-    """A streamed sync of eight layers that come as views of buckets, each after work of the device: its trace."""
-    with tempfile.TemporaryDirectory() as directory:
-        config = testing.QWEN3_30B_A3B | {"num_hidden_layers": 8}
-        llm = bench.start(config, max_rank=64, gpu_memory_utilization=0.3)
-        vllm_hook.install()
-        manager = vllm_hook.manager_of()
-        # More work than the host needs for a chunk: then it is ahead of the device, as a trainer's is.
-        transport = bench.BucketTransport(manager, 64, manager.device, work=0.02)
-        vllm_hook.reserve(transport.adapter_config, wait=True)
-        found: dict[str, Any] = {}
-        for number, fill_slot in enumerate((False, True, False, True)):  # the first two warm up
-            trace = Path(directory, f"{number}.json.gz")
-            with lora_mem.profile(trace=trace, trace_ops=False, synchronize=False) as profiler:
-                bench.stream(llm, transport, number, profiler.phase, fill_slot=fill_slot)
-            found["fill" if fill_slot else "stage"] = profiler.result.to_dict()
-    return found
+    """What `record_report.py` traces: a streamed sync of eight layers, each brought after work of the device."""
+    sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+    import record_report
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        record_report.trace(found.update, tiny=False)
+    return {"stage": found["trace"], "fill": found["trace_fill"]}
 
 
 def measured(config: dict[str, Any] = testing.TINY_MOE, device: str = "cuda") -> dict[str, Any]:
