@@ -140,7 +140,7 @@ def test_the_transport_makes_experts_of_every_layout(layout, shapes, hook):
     assert len(found) == transport.tensors == 2 * len(shapes)
     # What the config announces is what arrives.
     config = transport.adapter_config
-    nbytes = hook._announced_bytes(manager, config)
+    nbytes = hook._announced(manager, config).nbytes
     assert nbytes == sum(aligned(tensor.nbytes) for tensor in found.values())
     stage = hook.Stage(77, "transported", config, manager, nbytes, load_inplace=False)
     for chunk in transport.chunks(1):
@@ -159,7 +159,7 @@ def test_experts_are_announced_without_the_dense_modules_of_their_names(hook):
     assert not any(".layers.1." in name for name in found)
     without_dense, _ = worker("gated")
     config = transport.adapter_config
-    assert hook._announced_bytes(manager, config) == hook._announced_bytes(without_dense, config)
+    assert hook._announced(manager, config).nbytes == hook._announced(without_dense, config).nbytes
 
 
 def test_one_sync_is_not_enough():

@@ -878,7 +878,7 @@ def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, mon
     hook._layouts.clear()
     stage = lora_mem.open_stage(1, config)
     assert stage._block.nbytes == predicted.host_pinned_bytes
-    assert stage._adapter.predicted == predicted.host_pinned_bytes
+    assert stage._adapter.announced.predicted == predicted.host_pinned_bytes
     stage.abort()
 
     def wrong(*args, **kwargs):
@@ -989,7 +989,7 @@ def test_layouts_are_remembered_by_what_decides_them_and_not_without_end(hook, m
 
 def test_targets_are_matched_as_peft_does(hook, manager):
     def announced(**config):
-        return hook._announced_bytes(manager, hook.rules.plain_config({"r": 8, "lora_alpha": 8, **config}))
+        return hook._announced(manager, hook.rules.plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
 
     every = announced(target_modules="all-linear")
     assert (

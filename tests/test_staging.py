@@ -25,7 +25,7 @@ from lora_mem import vllm_hook
 from lora_mem.errors import AdapterError
 from lora_mem.sizing import rules, units
 from lora_mem.staging.device_copies import DeviceCopies
-from lora_mem.staging.layout import Layout
+from lora_mem.staging.layout import Announced, Layout
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.staging.receiving import Receiver
 from lora_mem.vllm_hook.staged import StagedAdapter
@@ -258,7 +258,7 @@ def test_what_is_remembered_of_a_name_costs_a_garbage_collection_little(monkeypa
     layout = layout_for(manager, {"r": RANK, "lora_alpha": 8, "target_modules": []})
     gc.collect()
     before = len(gc.get_objects())
-    layout.plan(tuple(tensors))
+    layout.route(tuple(tensors))
     gc.collect()  # a tuple of numbers and strings is not looked at again after the first one
     assert len(layout.sources) == len(tensors) == 1536
     assert len(gc.get_objects()) - before < 1.1 * len(tensors)
@@ -300,8 +300,8 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
     layout = vllm_hook._layout(manager, config)
     shared = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, True)
     own = adapter("gated", torch.Generator().manual_seed(1), torch.bfloat16, False)
-    full = layout.announced = layout.nbytes(own)
-    layout.announced_parts = layout.parts_of(own)
+    full = layout.nbytes(own)
+    layout.announced = Announced(layout.parts_of(own), full)
     assert layout.exact_nbytes(own) == full
     exact = layout.exact_nbytes(shared)
     assert exact < full
@@ -360,7 +360,7 @@ def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
     tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
     receiver = receive(manager, tensors, config, [list(tensors)])
-    stage = StagedAdapter(1, "one", config, parts=receiver.parts)
+    stage = StagedAdapter(config, parts=receiver.parts, lora_int_id=1, name="one")
     model = vllm_hook._made_here(model_of(manager, stage.parts), stage)
     adapters = manager._adapter_manager
     before = adapters.packed_modules
@@ -405,7 +405,7 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
     assert any(buffer.any() for buffer in slots.values())
     # What the config announces is what arrives.
-    assert vllm_hook._announced_bytes(manager, adapter_config) == receiver.block.nbytes
+    assert vllm_hook._announced(manager, adapter_config).nbytes == receiver.block.nbytes
 
 
 class Stream:
@@ -524,7 +524,7 @@ def test_dtypes_of_what_is_ignored_are_nobodys_business(hook):
             stage.commit()
             found = hook.status().adapters[0]
             assert (found.filled, found.why_not_filled) == (1, "")
-    with pytest.raises(AdapterError, match=r"base_layer\.weight is not a plain dense torch tensor"):
+    with pytest.raises(AdapterError, match=r"base_layer\.weight is a list; it must be a plain dense torch tensor"):
         hook.Stage(2, "two", config, manager, 1, load_inplace=True).add_all({ignored: [1, 2], **tensors})
 
 

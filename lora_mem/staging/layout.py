@@ -1,11 +1,14 @@
-"""Where each tensor of an adapter goes, so that it lies in memory as vLLM packs it."""
+"""Where each tensor of an adapter goes, so that it lies in host memory as vLLM packs it.
+
+Names are read once; the same chunk of a later sync finds its `Route`, and costs no look at a name.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,20 +19,20 @@ from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, check_a
 from lora_mem.sizing.units import aligned
 from lora_mem.staging.views import view_key
 
-_MOST_PLANNED = 4
-"""How many plans of chunks are remembered: as many as name each tensor of the adapter this often."""
+_MOST_ROUTED = 4
+"""How many routes are remembered: as many as name each tensor of the adapter this often."""
 
 
 @dataclass(frozen=True, eq=False)  # a layout makes each part once: compared and hashed by identity, for speed
 class Part:
-    """One tensor of a registered adapter: A or B of one projection of one module.
+    """One tensor of a packed adapter: A or B of one projection of one module.
 
     Attributes:
         module: vLLM's name for it: a module of the adapter, or a layer's experts.
-        projection: 0 where the module has one only; w1, w2, w3 of packed experts.
+        projection: 0 where the module has only one; w1, w2, w3 of packed experts.
         is_a: A `[r, in]`, else B `[out, r]`.
         members: how many received tensors are stacked in it; 0 where one received tensor is the whole part.
-        shape: members or local experts first, where it has any.
+        shape: local experts first, where it has any.
     """
 
     module: str
@@ -45,103 +48,118 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a tensor is for: the parts that it belongs in, and how it is brought there.
+    """What a tensor is for.
 
-    The experts of a projection have one together: an object for each of 36,864 tensors, and what it holds, are what a
-    garbage collection takes 50 ms to look at.
+    The experts of a projection have one together: with an object for each of 36,864 tensors, and for what it holds, a
+    garbage collection takes 50 ms longer.
+
+    Attributes:
+        shape: of the tensor.
+        parts: that it belongs in; none where it is another worker's expert.
+        scale: what it is multiplied by: the scaling for B, 1 for A.
+        is_a: whether it is A.
+        takes: the served module that it is for; of experts that come one by one, any of them.
     """
 
     shape: torch.Size
     parts: tuple[Part, ...]
-    rows: tuple[slice, ...]
-    experts: int
-    fused: bool
-    local: slice
     scale: float
     is_a: bool
+    takes: ServedModule
+
+    @property
+    def fused(self) -> bool:
+        """Whether it holds the factors of all experts of a layer, stacked along the rank."""
+        return bool(self.takes.packed_in) and self.takes.expert is None and self.takes.stacked is None
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """The tensors of one chunk that belong in one part, which several tensors share.
+class Stack:
+    """The tensors of one chunk that belong in one part together.
 
     Attributes:
         part: the part.
         members: the place of each of the tensors in it, ascending.
+        scales: what each of them is multiplied by.
         shape: of each of them.
         pick: takes them out of the chunk's tensors, in the order of `members`.
     """
 
     part: Part
     members: tuple[int, ...]
+    scales: tuple[float, ...]
     shape: torch.Size
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @functools.cached_property
-    def complete(self) -> bool:
-        """Whether these are all of the part."""
-        return len(self.members) == self.part.members
+    def scale(self) -> float | None:
+        """Of all of them, where they are the whole part and scaled alike; None where each is brought by itself."""
+        whole = len(self.members) == self.part.members and len(set(self.scales)) == 1
+        return self.scales[0] if whole else None
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Where the tensors of one chunk go, by their order in it: the same chunk of the next sync needs no look at a name.
+class Route:
+    """Where the tensors of one chunk go, by their order in it.
 
     Attributes:
         taken: names of the tensors that are not ignored.
         whole: position and source of each tensor that is all of a part, or of several.
-        groups: the others.
+        stacks: the others.
     """
 
     taken: frozenset[str]
     whole: tuple[tuple[int, Source], ...]
-    groups: tuple[Group, ...]
+    stacks: tuple[Stack, ...]
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What an adapter's config says will come.
+
+    Attributes:
+        parts: what it is laid out in.
+        nbytes: bytes of a block for them, none of them shared.
+        not_predicted_because: why the calculator did not say the same before, or "".
+    """
+
+    parts: frozenset[Part]
+    nbytes: int
+    not_predicted_because: str = ""
+
+    @property
+    def predicted(self) -> int | None:
+        """Bytes that the calculator said before, which are these; None where it said nothing."""
+        return None if self.not_predicted_because else self.nbytes
 
 
 @dataclass(eq=False)
 class Layout:
-    """Where each tensor of an adapter goes, worked out once per name and remembered from sync to sync.
+    """Where the tensors of adapters of one config go.
 
     Attributes:
         served: what the worker's model serves.
-        names: what a tensor's name says; raises AdapterError for one that is not PEFT's.
+        read: what tensors' names say; raises AdapterError for one that is not PEFT's.
         rank_and_scaling: of a module, by the adapter's config.
-        sources: what was worked out so far; None for a tensor that vLLM ignores by design.
-        members: the place among the experts of a tensor that is one expert's.
-        read: what the names seen so far say.
-        scales: of a part that is stacked from several tensors, or None where they differ.
-        member_scales: of each of these tensors, by its place.
+        names: what the names seen so far say, without those that vLLM ignores by design.
+        sources: what the tensors of these names are for; None for one that is ignored.
         checked: the names of the last adapter that was found complete.
-        checked_plans: the plans of its chunks, which share no name; none where its chunks were not all remembered.
-        plans: of the chunks seen so far, by their names in order.
-        announced: bytes of the adapter that the config announces, once worked out.
-        announced_modules: the modules that it announces.
-        announced_parts: what they are laid out in.
-        predicted: what the calculator says of these bytes; None where it says nothing.
-        not_predicted_because: why it does not, or "".
         shared: the parts of the last adapter of which all experts had one factor.
+        announced: what the config announces, once worked out.
     """
 
     served: ServedModel
-    names: Callable[[Iterable[str]], dict[str, TensorName]]
+    read: Callable[[Iterable[str]], dict[str, TensorName]]
     rank_and_scaling: Callable[[str], tuple[int, float]]
+    names: dict[str, TensorName] = field(default_factory=dict)
     sources: dict[str, Source | None] = field(default_factory=dict)
-    members: dict[str, int] = field(default_factory=dict)
-    read: dict[str, TensorName] = field(default_factory=dict)
-    scales: dict[Part, float | None] = field(default_factory=dict)
-    member_scales: dict[Part, dict[int, float]] = field(default_factory=dict)
     checked: frozenset[str] = frozenset()
-    checked_plans: frozenset[Plan] = frozenset()
-    plans: dict[tuple[str, ...], Plan] = field(default_factory=dict)
-    announced: int = 0
-    announced_modules: frozenset[str] = frozenset()
-    announced_parts: frozenset[Part] = frozenset()
-    predicted: int | None = None
-    not_predicted_because: str = ""
     shared: frozenset[Part] = frozenset()
-    _parts_by_key: dict[tuple[Any, ...], Part] = field(default_factory=dict)
-    _sources_by_parts: dict[tuple[Any, ...], Source] = field(default_factory=dict)
-    _planned: int = 0
+    announced: Announced | None = None
+    _routes: dict[tuple[str, ...], Route] = field(default_factory=dict)
+    _routed: int = 0  # names in the routes
+    _parts: dict[tuple[Any, ...], Part] = field(default_factory=dict)
+    _sources: dict[tuple[Any, ...], Source] = field(default_factory=dict)
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -158,94 +176,42 @@ class Layout:
         new = [name for name in names if name not in self.sources]
         if not new:
             return
-        if not all(isinstance(name, str) for name in new):
-            raise AdapterError(
-                f"names must be strings, got {next(name for name in new if not isinstance(name, str))!r}"
-            )
-        read = self.names(new)
-        self.read.update(read)
-        unknown = {
-            name.module
-            for name in read.values()
-            if not self.served.ignored(name.module) and name.module not in self.served.modules
-        }
-        if unknown:
+        if wrong := [name for name in new if not isinstance(name, str)]:
+            raise AdapterError(f"names must be strings, got {wrong[0]!r}")
+        read = {key: name for key, name in self.read(new).items() if not self.served.ignored(name.module)}
+        if unknown := {name.module for name in read.values()} - self.served.modules.keys():
             raise AdapterError(self.served.unknown(unknown))
-        for tensor_name in new:
-            name = read.get(tensor_name)
-            ignored = name is None or self.served.ignored(name.module)
-            self.sources[tensor_name] = None if ignored or name is None else self._source(tensor_name, name)
+        self.sources |= {key: self._source(read[key]) if key in read else None for key in new}
+        self.names |= read
 
-    def plan(self, names: tuple[str, ...]) -> Plan:
-        """Where the tensors of a chunk go.
-
-        Raises:
-            AdapterError: as `learn`, or one name is there twice.
-        """
-        plan = self.plans.get(names)
-        if plan is None:
-            plan = self._plan(names)
+    def route(self, names: tuple[str, ...]) -> Route:
+        """Where the tensors of a chunk go; raises AdapterError as `learn`."""
+        route = self._routes.get(names)
+        if route is None:
+            route = self._new_route(names)
             # Chunks that are cut differently each time must not pile up.
-            if self._planned + len(names) > _MOST_PLANNED * len(self.sources):
-                self.plans.clear()
-                self._planned = 0
-            self.plans[names] = plan
-            self._planned += len(names)
-        return plan
+            if self._routed + len(names) > _MOST_ROUTED * len(self.sources):
+                self._routes.clear()
+                self._routed = 0
+            self._routes[names] = route
+            self._routed += len(names)
+        return route
 
-    def _plan(self, names: tuple[str, ...]) -> Plan:
-        self.learn(names)
-        taken: set[str] = set()
-        whole: list[tuple[int, Source]] = []
-        positions: dict[Part, dict[int, int]] = {}
-        shapes: dict[Part, torch.Size] = {}
-        for position, name in enumerate(names):
-            source = self.sources[name]
-            if source is None:
-                continue
-            if name in taken:
-                raise AdapterError(f"{name} came twice")
-            taken.add(name)
-            member = self.members.get(name)
-            if member is None or not source.parts:
-                whole.append((position, source))
-                continue
-            for part in source.parts:
-                positions.setdefault(part, {})[member] = position
-                shapes[part] = source.shape
-        groups = tuple(
-            Group(part, tuple(sorted(found)), shapes[part], _picker([found[member] for member in sorted(found)]))
-            for part, found in positions.items()
-        )
-        return Plan(frozenset(taken), tuple(whole), groups)
-
-    def check_complete(self, received: Collection[str], plans: Collection[Plan] = ()) -> None:
-        """Refuse an adapter of these tensors where a factor or an expert is missing.
-
-        Args:
-            received: their names.
-            plans: of the chunks that they came in.
+    def check_complete(self, names: Set[str]) -> None:
+        """Refuse an adapter of tensors of these names where a factor or an expert is missing.
 
         Raises:
             AdapterError: see `check_adapter`.
         """
-        self.checked_plans = frozenset()
-        complete = frozenset(received)
-        if self.checked != complete:
-            shapes = {name: tuple(source.shape) for name in sorted(complete) if (source := self.sources[name])}
-            names = {name: self.read[name] for name in shapes}
-            check_adapter(shapes, names, lambda module: self.rank_and_scaling(module)[0], self.served)
-            self.checked = complete
-        if sum(len(plan.taken) for plan in plans) == len(complete):
-            self.checked_plans = frozenset(plans)
+        if names != self.checked:
+            shapes = {name: tuple(source.shape) for name in sorted(names) if (source := self.sources[name])}
+            known = {name: self.names[name] for name in shapes}
+            check_adapter(shapes, known, lambda module: self.rank_and_scaling(module)[0], self.served)
+            self.checked = frozenset(names)
 
     def knows(self, names: Iterable[str]) -> bool:
         """Whether these are the names of the last adapter that was found complete."""
         return bool(self.checked) and self.checked == frozenset(names)
-
-    def nbytes(self, names: Collection[str]) -> int:
-        """Bytes of a block that holds exactly the parts of these tensors, none of them shared."""
-        return sum(part.nbytes(self.dtype) for part in self.parts_of(names))
 
     def parts_of(self, names: Iterable[str]) -> frozenset[Part]:
         """The parts that tensors of these names are laid out in."""
@@ -253,30 +219,43 @@ class Layout:
         self.learn(names)
         return frozenset(part for name in names if (source := self.sources[name]) is not None for part in source.parts)
 
+    def bytes_of(self, parts: Iterable[Part], shared: frozenset[Part] = frozenset()) -> int:
+        """Bytes of a block that holds exactly these parts, of the `shared` ones one factor for all experts."""
+        return sum(part.nbytes(self.dtype, shared=part in shared) for part in parts)
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Bytes of a block for tensors of these names, whatever they share."""
+        return self.bytes_of(self.parts_of(names))
+
     def exact_nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """The same for tensors that come all at once: a factor that all experts share takes its place once."""
-        values = list(tensors.values())
-        plan = self.plan(tuple(tensors))
-        parts = {group.part for group in plan.groups}.union(*(source.parts for _, source in plan.whole))
-        shared = {group.part for group in plan.groups if self.is_shared(group, group.pick(values))}
-        return sum(part.nbytes(self.dtype) for part in parts) - self.saved(shared)
+        """Bytes of a block for tensors that come all at once: a factor that all experts share takes its place once."""
+        route, values = self.route(tuple(tensors)), list(tensors.values())
+        parts = {stack.part for stack in route.stacks}.union(*(source.parts for _, source in route.whole))
+        shared = frozenset(stack.part for stack in route.stacks if self.is_shared(stack, stack.pick(values)))
+        return self.bytes_of(parts, shared)
 
-    def saved(self, shared: Iterable[Part]) -> int:
-        """Bytes that these parts take less where all experts share one factor."""
-        dtype = self.dtype
-        return sum(part.nbytes(dtype) - part.nbytes(dtype, shared=True) for part in shared)
-
-    def is_shared(self, group: Group, members: Sequence[torch.Tensor]) -> bool:
+    def is_shared(self, stack: Stack, members: Sequence[torch.Tensor]) -> bool:
         """Whether these are all experts of a projection and show one factor, which vLLM can be given once."""
-        return (
-            self.served.share
-            and group.complete
-            and group.part.members > 1
-            and self.scales[group.part] is not None
-            and _all_the_same(members)
-        )
+        return self.served.share and stack.scale is not None and len(members) > 1 and _all_the_same(members)
 
-    def _source(self, tensor_name: str, name: TensorName) -> Source:
+    def _new_route(self, names: tuple[str, ...]) -> Route:
+        self.learn(names)
+        whole: list[tuple[int, Source]] = []
+        stacks: dict[Part, dict[int, tuple[int, Source]]] = {}
+        for position, name in enumerate(names):
+            source = self.sources[name]
+            if source is None:
+                continue
+            expert = self.served.modules[self.names[name].module].expert
+            if expert is None or not source.parts:
+                whole.append((position, source))
+                continue
+            for part in source.parts:
+                stacks.setdefault(part, {})[expert] = position, source
+        taken = frozenset(name for name in names if self.sources[name] is not None)
+        return Route(taken, tuple(whole), tuple(_stack(part, found) for part, found in stacks.items()))
+
+    def _source(self, name: TensorName) -> Source:
         takes = self.served.modules[name.module]
         rank, scaling = self.rank_and_scaling(name.peft_module)
         if rank > self.served.max_lora_rank:
@@ -286,66 +265,55 @@ class Layout:
             )
         if takes.in_features is None or takes.out_features is None:
             raise AdapterError(f"{name.module} has a shape that only vLLM itself can check; use stage_adapter")
-        shape: tuple[int, ...] = (takes.experts * rank, takes.in_features)
-        if not name.is_a:
-            shape = (takes.out_features, takes.experts * rank)
+        inner = takes.experts * rank
+        shape: tuple[int, ...] = (inner, takes.in_features) if name.is_a else (takes.out_features, inner)
         if takes.stacked is not None:
             shape = (takes.stacked[0 if name.is_a else 1][0], *shape)
-        parts = () if takes.expert == -1 else tuple(self._parts(name, takes, rank))
+        elsewhere = takes.expert == -1
+        parts = () if elsewhere else tuple(self._parts_for(name, takes, rank, takes.in_features, takes.out_features))
         scale = 1.0 if name.is_a else float(scaling)
-        if takes.expert is not None:
-            self.members[tensor_name] = takes.expert
-            for part in parts:
-                self.member_scales.setdefault(part, {})[takes.expert] = scale
-                if self.scales.setdefault(part, scale) != scale:
-                    self.scales[part] = None
         key = (shape, parts, scale)
-        if takes.expert is None or key not in self._sources_by_parts:
-            self._sources_by_parts[key] = Source(
-                shape=torch.Size(shape),
-                parts=parts,
-                rows=tuple(rows for _, rows in takes.projections),
-                experts=takes.experts,
-                fused=bool(takes.packed_in) and takes.expert is None and takes.stacked is None,
-                local=takes.local,
-                scale=scale,
-                is_a=name.is_a,
-            )
-        return self._sources_by_parts[key]
+        if key not in self._sources:
+            self._sources[key] = Source(torch.Size(shape), parts, scale, name.is_a, takes)
+        return self._sources[key]
 
-    def _parts(self, name: TensorName, takes: ServedModule, rank: int) -> Iterable[Part]:
-        assert takes.in_features is not None
-        assert takes.out_features is not None
+    def _parts_for(self, name: TensorName, takes: ServedModule, rank: int, fan_in: int, fan_out: int) -> Iterable[Part]:
         if not takes.packed_in:
-            shape = (rank, takes.in_features) if name.is_a else (takes.out_features, rank)
-            yield self._part(name.module, 0, name.is_a, 0, shape)
+            yield self._part(name.module, 0, name.is_a, 0, (rank, fan_in) if name.is_a else (fan_out, rank))
             return
         experts = self.served.local_experts[takes.packed_in]
         if takes.stacked is not None and takes.stacked[0 if name.is_a else 1] == (1,):
             experts = 1
+        members = experts if takes.expert is not None else 0
         # In the fused layout gate and up share one A; it is one part, and vLLM gets it twice.
-        projections = takes.projections[:1] if name.is_a else takes.projections
-        for projection, rows in projections:
-            out = len(range(*rows.indices(takes.out_features)))
-            members = experts if takes.expert is not None else 0
-            packed = (experts, rank, takes.in_features) if name.is_a else (experts, out, rank)
-            yield self._part(takes.packed_in, projection, name.is_a, members, packed)
+        for projection, rows in takes.projections[:1] if name.is_a else takes.projections:
+            shape = (experts, rank, fan_in) if name.is_a else (experts, len(range(*rows.indices(fan_out))), rank)
+            yield self._part(takes.packed_in, projection, name.is_a, members, shape)
 
     def _part(self, *key: Any) -> Part:
-        if key not in self._parts_by_key:
-            self._parts_by_key[key] = Part(*key)
-        return self._parts_by_key[key]
+        if key not in self._parts:
+            self._parts[key] = Part(*key)
+        return self._parts[key]
 
 
-def _picker(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    if len(positions) == 1:
-        return lambda values: (values[positions[0]],)
+def shared_parts(parts: Mapping[Part, torch.Tensor]) -> frozenset[Part]:
+    """Those of which one factor stands for all experts."""
+    return frozenset(part for part, tensor in parts.items() if tuple(tensor.shape) != part.shape)
+
+
+def _stack(part: Part, found: Mapping[int, tuple[int, Source]]) -> Stack:
+    """The stack of tensors that were found in a chunk: by member of the part, position in the chunk and source."""
+    members = tuple(sorted(found))
+    positions = [found[member][0] for member in members]
+    sources = [found[member][1] for member in members]
     pick: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*positions)
-    return pick
+    if len(positions) == 1:
+        pick = lambda values: (values[positions[0]],)  # noqa: E731
+    return Stack(part, members, tuple(source.scale for source in sources), sources[0].shape, pick)
 
 
 def _all_the_same(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all show the same memory in the same way: one factor, sent once for all experts."""
     first, second = tensors[0], tensors[1]
-    # One look at two of them is enough in an adapter that shares nothing.
+    # A look at two of them is enough in an adapter that shares nothing.
     return first.data_ptr() == second.data_ptr() and first.numel() > 0 and len(set(map(view_key, tensors))) == 1

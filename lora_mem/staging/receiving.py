@@ -1,8 +1,8 @@
-"""Receive an adapter's tensors in any order and lay them out in host memory as vLLM packs them.
+"""Receive an adapter's tensors in any order, each straight to its place in host memory.
 
-A tensor crosses the link once, to its final place: the experts of a projection are stacked on the GPU, the scaling is
-folded into B there, and the result is copied to page-locked memory on a stream of its own while the next chunk arrives.
-Nothing here knows vLLM: `vllm_hook` makes vLLM's objects from the finished parts.
+A tensor crosses the link once: the experts of a projection are stacked on the GPU, the scaling is folded into B there,
+and the result is copied to pinned memory on a stream of its own while the next chunk arrives. Nothing here knows vLLM:
+`vllm_hook` makes vLLM's objects of the parts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from lora_mem.sizing.rules import compact
 from lora_mem.staging.counters import copied
 from lora_mem.staging.device_copies import DeviceCopies
 from lora_mem.staging.filling import Filler
-from lora_mem.staging.layout import Group, Layout, Part, Plan, Source
+from lora_mem.staging.layout import Layout, Part, Route, Source, Stack
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.staging.tensors import CASTABLE, HAVE_DATA, PLAIN, is_plain
+
+_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
+_NUMEL = torch.Tensor.numel
 
 
 class Receiver:
@@ -29,12 +32,12 @@ class Receiver:
     Args:
         layout: where each tensor goes.
         block: exactly as large as the parts that will arrive.
-        announced: bytes that may arrive, where they are more than the block has; the rest lies beside it.
+        announced: bytes that may arrive, where they are more than the block has; the remainder lies beside it.
         filler: is given each part that arrives as a whole.
 
     Attributes:
         parts: what has its place so far.
-        plans: of the chunks that have been taken.
+        received: names of the tensors that have been taken.
         from_device: whether any of it came from a GPU.
         fused: whether one tensor held the factors of all experts of a layer.
     """
@@ -44,70 +47,61 @@ class Receiver:
         self.block = block
         self.announced = announced
         self.filler = filler
-        self._extra = 0
         self.parts: dict[Part, torch.Tensor] = {}
-        self.plans: set[Plan] = set()
-        # Those of one adapter: another stage's, complete meanwhile, may share names with them.
-        self._checked_plans = layout.checked_plans
-        self._received: set[str] | None = None  # names; not kept while chunks are those of the last complete adapter
+        self.received: set[str] = set()
         self.from_device = False
         self.fused = False
+        self._beside = 0  # bytes of parts that lie beside the block
         self._copies = DeviceCopies()
 
+    @torch.no_grad()
     def add_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take tensors; when this returns, their memory may be used again (on a GPU: by work of the current stream).
 
         The experts of a projection that all come in one call are stacked and cross the link together; what comes apart
         is copied one by one, with the same result.
 
+        Args:
+            tensors: by PEFT's names; dense, of the shapes that the config's ranks give, on the host or a GPU.
+
         Raises:
             AdapterError: an unknown name, a second tensor of a name, a wrong shape, a dtype that cannot be cast,
                 or more than was announced.
         """
         names, values = tuple(tensors), list(tensors.values())
-        plan = self.layout.plan(names)
-        known = self._received is None and plan in self._checked_plans and plan not in self.plans
-        if not known and not self.received.isdisjoint(plan.taken):
-            twice = next(name for name in names if name in self.received)
-            raise AdapterError(f"{twice} came twice")
+        route = self.layout.route(names)
+        if not self.received.isdisjoint(route.taken):
+            raise AdapterError(f"{next(name for name in names if name in self.received)} came twice")
         # One set for a property: 36,864 tensors leave no time for a look at each of them from Python.
         if not PLAIN.issuperset(map(type, values)):
-            _refuse(plan, names, values)
-        dtypes = set(map(_DTYPE, values))
-        picked = [(group, group.pick(values)) for group in plan.groups]
-        if len(dtypes) > 1:
-            # Those that count, without what vLLM ignores.
-            dtypes = {values[position].dtype for position, _ in plan.whole}
-            dtypes.update(*(map(_DTYPE, members) for _, members in picked))
-        alike = len(dtypes) == 1
-        chosen = [(group, members, self._stacks(group, members, alike)) for group, members in picked]
-        if not (
-            all(dtype in CASTABLE for dtype in dtypes if plan.taken)
-            and all(_fits([values[position]], source.shape) for position, source in plan.whole)
-            and all(_fits(members, group.shape, stacked=stacks) for group, members, stacks in chosen)
-        ):
-            _refuse(plan, names, values)
-        self.plans.add(plan)
-        if not known:
-            self.received.update(plan.taken)
-        for position, source in plan.whole:
-            self._take_whole(values[position].detach(), source)
-        for group, members, stacks in chosen:
+            _refuse(route, names, values)
+        stacks: list[tuple[Stack, tuple[torch.Tensor, ...], bool]] = []
+        fit = all(
+            _fits((values[position],), source.shape, {values[position].dtype}) for position, source in route.whole
+        )
+        for stack in route.stacks:
+            members = stack.pick(values)
+            dtypes = set(map(_DTYPE, members))
+            at_once = stack.scale is not None and stack.part not in self.parts and len(dtypes) == 1
+            if at_once:  # the first tells: torch concatenates nothing else with it of as many elements
+                fit = fit and _fits(members[:1], stack.shape, dtypes) and len(set(map(_NUMEL, members))) == 1
+            else:
+                fit = fit and _fits(members, stack.shape, dtypes)
+            stacks.append((stack, members, at_once))
+        if not fit:
+            _refuse(route, names, values)
+        self.received |= route.taken
+        for position, source in route.whole:
+            self._take_whole(values[position], source)
+        for stack, members, at_once in stacks:
             try:
-                self._take_members(group, members, stacks)
+                self._take_members(stack, members, at_once=at_once)
             except (RuntimeError, TypeError):
-                if not _fits(members, group.shape):
-                    _refuse(plan, names, values)
+                if not _fits(members, stack.shape, set(map(_DTYPE, members))):
+                    _refuse(route, names, values)
                 if len(set(map(_DEVICE, members))) == 1:
                     raise
-                self._take_one_by_one(group, members)
-
-    @property
-    def received(self) -> set[str]:
-        """Names that have been taken."""
-        if self._received is None:
-            self._received = set().union(*(plan.taken for plan in self.plans))
-        return self._received
+                self._take_members(stack, members, at_once=False)
 
     @property
     def waited(self) -> float:
@@ -120,70 +114,48 @@ class Receiver:
         Raises:
             AdapterError: a factor or an expert is missing.
         """
-        self._copies.finish()
-        if self.filler is not None:
-            self.filler.clear()
-        checked = self.layout.checked_plans
-        if self._received is not None or not checked or not self.plans == self._checked_plans == checked:
-            self.layout.check_complete(self.received, self.plans)
+        self._settle()
+        self.layout.check_complete(self.received)
 
     def abort(self) -> None:
         """Drop what has arrived; the block may be used again."""
+        self._settle()
+        self.parts.clear()
+        self.received.clear()
+        self.block.clear()
+        self._beside = 0
+
+    def _settle(self) -> None:
         self._copies.finish()
         if self.filler is not None:
             self.filler.clear()
-        self.parts.clear()
-        self.plans.clear()
-        self._checked_plans = self.layout.checked_plans
-        self._received = None
-        self.block.clear()
 
     def _take_whole(self, tensor: torch.Tensor, source: Source) -> None:
         """A tensor that is all of a part, or all experts of one or two projections at once."""
         self.fused |= source.fused
-        for part, rows in zip(source.parts, source.rows, strict=False):
+        takes = source.takes
+        for part, (_, rows) in zip(source.parts, takes.projections, strict=False):
             value = tensor
-            if source.fused:
+            if source.fused and source.is_a:
                 # PEFT's fused layout: A is [experts * r, in], B is [out, r * experts] with the experts innermost.
-                rank = tensor.shape[0 if source.is_a else 1] // source.experts
-                if source.is_a:
-                    value = tensor.reshape(source.experts, rank, -1)[source.local]
-                else:
-                    value = tensor.reshape(-1, rank, source.experts)[rows, :, source.local].permute(2, 0, 1)
+                value = tensor.reshape(takes.experts, -1, tensor.shape[1])[takes.local]
+            elif source.fused:
+                value = tensor.reshape(tensor.shape[0], -1, takes.experts)[rows, :, takes.local].permute(2, 0, 1)
             elif len(part.shape) == 3 and part.shape[0] != tensor.shape[0]:
-                value = tensor[source.local]
-            self._put(part, value, source.scale)
+                value = tensor[takes.local]
+            self._put(part, (value,), source.scale)
 
-    def _stacks(self, group: Group, members: Sequence[torch.Tensor], alike: bool) -> bool:
-        """Whether the tensors of a group are stacked as they are; `alike` where all of their chunk have one dtype."""
-        return (
-            group.complete
-            and group.part not in self.parts
-            and self.layout.scales[group.part] is not None
-            and (alike or len(set(map(_DTYPE, members))) == 1)
-        )
-
-    def _take_members(self, group: Group, members: tuple[torch.Tensor, ...], stacks: bool) -> None:
-        """Experts of one projection: all of them, which are stacked where they can be, or some."""
-        part = group.part
-        scale = self.layout.scales[part]
-        if scale is not None and part not in self.parts and self.layout.is_shared(group, members):
-            self._put(part, members[0].detach().unsqueeze(0), scale)
-        elif stacks and scale is not None:
-            self._put_stack(part, members, scale)
-        else:
-            self._take_one_by_one(group, members)
-
-    def _take_one_by_one(self, group: Group, members: tuple[torch.Tensor, ...]) -> None:
-        part = group.part
-        scale = self.layout.scales[part]
-        place = self._place(part, part.shape)
-        dtype = self.layout.dtype
-        for member, tensor in zip(group.members, members, strict=True):
-            value = tensor.detach().to(dtype)
-            factor = self.layout.member_scales[part][member] if scale is None else scale
-            if factor != 1.0:
-                value = value * factor
+    def _take_members(self, stack: Stack, members: tuple[torch.Tensor, ...], *, at_once: bool) -> None:
+        """Experts of one projection: all of them `at_once`, or one by one."""
+        if at_once and stack.scale is not None:
+            one = len(members) == 1 or self.layout.is_shared(stack, members)
+            self._put(stack.part, (members[0].unsqueeze(0),) if one else members, stack.scale)
+            return
+        place = self._place(stack.part, stack.part.shape)
+        for member, tensor, scale in zip(stack.members, members, stack.scales, strict=True):
+            value = tensor.to(place.dtype)
+            if scale != 1.0:
+                value = value * scale
             # On the current stream: whatever it does to the tensor afterwards comes after the copy.
             place[member].copy_(value, non_blocking=True)
             if value.is_cuda:
@@ -191,108 +163,89 @@ class Receiver:
                 copied.to_host += value.nbytes
                 self._copies.also_wait_for(value.device)
 
-    def _put_stack(self, part: Part, members: tuple[torch.Tensor, ...], scale: float) -> None:
-        """Copy a stack of tensors to a part's place, as `_put`; on the host it is made there."""
-        place = self._place(part, part.shape)
-        with torch.no_grad():
-            if members[0].is_cuda:
-                self._copies.make_room(place.nbytes)
-                # New memory, which may be written to. `torch.stack` makes a view of each first, which takes longer.
-                stack = torch.cat(members).view(part.shape)
-                self._scale_and_copy(part, stack if stack.dtype == place.dtype else stack.to(place.dtype), scale)
-                return
-            if members[0].dtype == place.dtype:
-                torch.stack(members, out=place)
-            else:
-                place.copy_(torch.stack(members))
-            if scale != 1.0:
-                place.mul_(scale)
-        self._arrived(part, place)
+    def _put(self, part: Part, values: tuple[torch.Tensor, ...], scale: float) -> None:
+        """Bring a part to its place: cast, then scaled, as vLLM does it, for the same bits.
 
-    def _put(self, part: Part, value: torch.Tensor, scale: float) -> None:
-        """Copy a value to a part's place: cast, then scaled, as vLLM does it, for the same bits."""
-        place = self._place(part, tuple(value.shape))
-        if value.is_cuda:
+        Args:
+            part: the part.
+            values: one tensor with as many dimensions as the part, or the members that are stacked in it.
+            scale: what they are multiplied by.
+        """
+        first, several = values[0], len(values) > 1
+        place = own = self._place(part, part.shape if several else tuple(first.shape))
+        if first.is_cuda:
             self._copies.make_room(place.nbytes)
-            own = torch.empty(value.shape, dtype=place.dtype, device=value.device).copy_(value)
-            self._scale_and_copy(part, own, scale)
-            return
-        place.copy_(value)
-        if scale != 1.0:
-            place.mul_(scale)
-        self._arrived(part, place)
-
-    def _scale_and_copy(self, part: Part, own: torch.Tensor, scale: float) -> None:
-        """Scale device memory of our own in place, and start its copy to the part's place."""
-        self.from_device = True
+            own = torch.empty_like(place, device=first.device)
+        if not several:
+            own.copy_(first)
+        elif first.dtype == own.dtype:
+            torch.cat(values, out=own.flatten(0, 1))  # `torch.stack` makes a view of each first, which takes longer
+        else:
+            own.copy_(torch.cat(values).view(part.shape))
         if scale != 1.0:
             own.mul_(scale)
-        self._copies.start(own, self.parts[part])
-        self._arrived(part, own)
-
-    def _arrived(self, part: Part, value: torch.Tensor) -> None:
+        if own is not place:
+            self.from_device = True
+            self._copies.start(own, place)
         if self.filler is not None:
-            self.filler.take(part, value)
+            self.filler.take(part, own)
 
     def _place(self, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
-        place = self.parts.get(part)
-        if place is None:
+        """Where a part lies: of its own shape, or with one factor for all experts."""
+        if part not in self.parts:
+            dtype = self.layout.dtype
+            nbytes = part.nbytes(dtype, shared=shape != part.shape)
             try:
-                place = self.block.take(shape, self.layout.dtype)
+                self.parts[part] = self.block.take(shape, dtype)
             except MemoryError as error:
-                nbytes = part.nbytes(self.layout.dtype, shared=shape != part.shape)
-                if self.block.used + self._extra + nbytes <= self.announced:
-                    # The block was made for an adapter like the last one, whose experts shared a factor.
-                    self._extra += nbytes
-                    place = self.parts[part] = self.block.extra(shape, self.layout.dtype)
-                    return place
-                modules = {self.layout.read[name].module for name in self.received}
-                others = modules - self.layout.announced_modules if self.layout.announced_modules else set()
-                which = f" target_modules does not name {', '.join(compact(others))};" if others else ""
-                raise AdapterError(
-                    f"more has arrived than was announced: the adapter's block has {self.block.nbytes} bytes, and "
-                    f"{part.module} does not fit ({error});{which} correct the adapter_config, or pass "
-                    "nbytes to open_stage"
-                ) from None
-            self.parts[part] = place
-        return place
+                if self.block.used + self._beside + nbytes > self.announced:
+                    raise AdapterError(self._too_much(part, error)) from None
+                # The block was made for an adapter like the last one, whose experts shared a factor.
+                self._beside += nbytes
+                self.parts[part] = self.block.extra(shape, dtype)
+        return self.parts[part]
+
+    def _too_much(self, part: Part, error: MemoryError) -> str:
+        announced, others = self.layout.announced, set()
+        if announced is not None:
+            others = {part.module for part in self.layout.parts_of(self.received)} - {p.module for p in announced.parts}
+        which = f" target_modules does not name {', '.join(compact(others))};" if others else ""
+        return (
+            f"more has arrived than was announced: the adapter's block has {self.block.nbytes} bytes, and "
+            f"{part.module} does not fit ({error});{which} correct the adapter_config, or pass nbytes to open_stage"
+        )
 
 
-_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
-
-
-def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size, *, stacked: bool = False) -> bool:
-    """Whether tensors are dense, of this shape, and can be read.
-
-    Where they will be `stacked`, layout and device of the first are enough: torch takes what is like it, nothing else.
-    """
-    looked_at = tensors[:1] if stacked else tensors
+def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size, dtypes: set[torch.dtype]) -> bool:
+    """Whether tensors of these dtypes are dense, of this shape, can be cast, and lie where they can be read."""
     try:
         shapes = set(map(_SHAPE, tensors))
     except RuntimeError:  # a nested tensor has none
         return False
     return (
         shapes == {shape}
-        and set(map(_LAYOUT, looked_at)) == {torch.strided}
-        and all(device.type in HAVE_DATA for device in set(map(_DEVICE, looked_at)))
+        and dtypes.issubset(CASTABLE)
+        and set(map(_LAYOUT, tensors)) == {torch.strided}
+        and all(device.type in HAVE_DATA for device in set(map(_DEVICE, tensors)))
     )
 
 
-def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn:
+def _refuse(route: Route, names: Sequence[str], values: Sequence[Any]) -> NoReturn:
     """Say which tensor of a chunk cannot be taken, and why."""
-    expected: dict[int, Source | Group] = dict(plan.whole)
-    for group in plan.groups:
-        for position in group.pick(range(len(names))):
-            expected[position] = group
-    for position, place in sorted(expected.items()):
-        name, tensor = names[position], values[position]
-        if not is_plain(tensor):
+    shapes = {position: source.shape for position, source in route.whole}
+    for stack in route.stacks:
+        shapes.update(dict.fromkeys(stack.pick(range(len(names))), stack.shape))
+    for position, (name, tensor) in enumerate(zip(names, values, strict=True)):
+        shape = shapes.get(position)  # None for a tensor that vLLM ignores, of which only the type counts
+        if not (is_plain(tensor) if shape is not None else type(tensor) in PLAIN):
             kind = "nested tensor" if getattr(tensor, "is_nested", False) else type(tensor).__name__
             raise AdapterError(f"{name} is a {kind}; it must be a plain dense torch tensor")
-        if tensor.shape != place.shape:
+        if shape is None:
+            continue
+        if tensor.shape != shape:
             raise AdapterError(
-                f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(place.shape)} (by "
-                "the model and the rank in its config)"
+                f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(shape)} (by the model and the "
+                "rank in its config)"
             )
         if tensor.dtype not in CASTABLE:
             raise AdapterError(
@@ -300,5 +253,4 @@ def _refuse(plan: Plan, names: Sequence[str], values: Sequence[Any]) -> NoReturn
             )
         if tensor.device.type not in HAVE_DATA:
             raise AdapterError(f"cannot read {name} ({tensor.device}); tensors must be on the host or a GPU")
-    ignored = [name for name, value in zip(names, values, strict=True) if type(value) not in PLAIN]
-    raise AdapterError(f"{(ignored or names)[0]} is not a plain dense torch tensor")
+    raise AssertionError("every tensor of the chunk can be taken")

@@ -35,7 +35,7 @@ from lora_mem.sizing.targets import targeted
 from lora_mem.staging import offload
 from lora_mem.staging.arena import Arena
 from lora_mem.staging.counters import copied
-from lora_mem.staging.layout import Layout, Part
+from lora_mem.staging.layout import Announced, Layout, Part, shared_parts
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.staging.receiving import Receiver
 from lora_mem.staging.tensors import check_tensors
@@ -295,8 +295,8 @@ def status() -> HookStatus:
                 staged_bytes=bytes_by_device(stage.held()),
                 pinned=all(tensor.is_pinned() for tensor in stage.held()),
                 unpinned_because=(stage.block.unpinned_because or "") if stage.block is not None else "",
-                predicted=stage.predicted,
-                not_predicted_because=stage.not_predicted_because,
+                predicted=stage.announced.predicted if stage.announced is not None else None,
+                not_predicted_because=stage.announced.not_predicted_because if stage.announced is not None else "",
                 filled=0 if stage.fill is None or stage.fill.given_up_because else len(stage.fill.filled),
                 why_not_filled=stage.why_not_filled if stage.fill is None else stage.fill.given_up_because,
                 loaded=any(registered_model(manager, stage.lora_int_id) in stage.models for manager in stage.loaded_in),
@@ -384,7 +384,7 @@ def stage_adapter(
         own.update(zip(keys, copies.of([own[key] for key in keys], pin=_pin_memory(), own=everything), strict=True))
         copies.close()
     fused = any(".experts.base_layer." in key for key in own)
-    adapter = StagedAdapter(lora_int_id, name, config, tensors=own, names=frozenset(own), why_not_laid_out=why_not)
+    adapter = StagedAdapter(config, own, frozenset(own), why_not_laid_out=why_not, lora_int_id=lora_int_id, name=name)
     if fill_slot:
         adapter.why_not_filled = f"vLLM has to pack it: {why_not}"
     return _enter(adapter, load_inplace, fused=fused)
@@ -476,7 +476,7 @@ def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) ->
     if manager is None:
         raise AdapterError(f"cannot tell the size: {why_not}")
     layout = _layout(manager, config)
-    nbytes = _announced_bytes(manager, config) - layout.saved(layout.shared)
+    nbytes = layout.bytes_of(_announced(manager, config).parts, layout.shared)
     try:
         _arena.reserve(nbytes, generations, pin=_pin_memory(), device=torch.device(manager.device), wait=wait)
     except MemoryError as error:
@@ -512,19 +512,19 @@ class Stage:
                 raise AdapterError(f"name {name!r} is in use by the open stage of adapter {other_id}")
         self.lora_int_id: int = lora_int_id
         self.name: str = name
-        self._adapter = StagedAdapter(lora_int_id, name, config)
+        self._adapter = StagedAdapter(config, lora_int_id=lora_int_id, name=name)
         self._load_inplace = load_inplace
         self._manager = manager
         self._layout = _layout(manager, config)
         # By bytes only where the caller gives them, else by the modules that the config names.
-        self._by_config = nbytes is None
-        self._announced: int = _announced_bytes(manager, config) if nbytes is None else nbytes
-        nbytes = self._announced
-        if self._by_config:
+        if nbytes is None:
+            announced = self._adapter.announced = _announced(manager, config)
+            self._announced: int = announced.nbytes
             # As the last version's experts did, this one's will share what they shared.
-            nbytes -= self._layout.saved(self._layout.shared)
-            self._adapter.predicted = self._layout.predicted
-            self._adapter.not_predicted_because = self._layout.not_predicted_because
+            nbytes = self._layout.bytes_of(announced.parts, self._layout.shared)
+            parts = parts or announced.parts
+        else:
+            self._announced = nbytes
         old = _staged.get(lora_int_id) if generations == 1 else None
         # The old version's own block, or one that is there before the old version goes.
         if old is not None and old.block is not None and old.block.nbytes == nbytes:
@@ -537,8 +537,7 @@ class Stage:
         if old is not None:
             del old
             _forget(lora_int_id)
-        by_config = self._layout.announced_parts if self._by_config else frozenset()
-        self._fill = self._open_fill(parts or by_config) if fill_slot else None
+        self._fill = self._open_fill(parts) if fill_slot else None
         self._receiver: Receiver | None = Receiver(self._layout, self._block, self._announced, self._fill)
         self._failed = ""
         _open[lora_int_id] = self
@@ -596,14 +595,12 @@ class Stage:
         # Since the stage was opened vLLM may have got another adapter under this id or name.
         _check_id_and_name(self.lora_int_id, self.name, load_inplace=self._load_inplace)
         receiver.finish()
-        dtype = self._layout.dtype
-        arrived = sum(part.nbytes(dtype) for part in receiver.parts)
-        shared = frozenset(part for part, tensor in receiver.parts.items() if tuple(tensor.shape) != part.shape)
-        taken = arrived - self._layout.saved(shared)
-        expected = self._layout.announced_parts
-        if receiver.parts.keys() != expected if self._by_config else self._announced not in (arrived, taken):
-            missing = sorted({part.module for part in expected - receiver.parts.keys()})
-            which = f" (nothing for {', '.join(rules.compact(missing))})" if self._by_config and missing else ""
+        shared = shared_parts(receiver.parts)
+        arrived, taken = (self._layout.bytes_of(receiver.parts, without) for without in (frozenset(), shared))
+        expected = self._adapter.announced.parts if self._adapter.announced is not None else None
+        if receiver.parts.keys() != expected if expected is not None else self._announced not in (arrived, taken):
+            missing = sorted({part.module for part in (expected or frozenset()) - receiver.parts.keys()})
+            which = f" (nothing for {', '.join(rules.compact(missing))})" if missing else ""
             raise AdapterError(
                 f"{self._announced} bytes were announced (by nbytes, or target_modules "
                 f"{self._adapter.config['target_modules']!r}), but {arrived} arrived{which}; add what is missing, "
@@ -999,14 +996,14 @@ def _layout(manager: Any, config: dict[str, Any]) -> Layout:
     return layouts[key]
 
 
-def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
-    """Bytes of an adapter's parts, by the modules that its config targets.
+def _announced(manager: Any, config: dict[str, Any]) -> Announced:
+    """The parts of an adapter, by the modules that its config targets.
 
     Raises:
         AdapterError: none is named, or the calculator knows the model and says otherwise.
     """
     layout = _layout(manager, config)
-    if layout.announced:
+    if layout.announced is not None:
         return layout.announced
     served = served_model(manager)
     wanted = targeted(config)
@@ -1022,19 +1019,18 @@ def _announced_bytes(manager: Any, config: dict[str, Any]) -> int:
             other = layouts[0] if config.get("target_parameters") else layouts[1]
             modules = [module for module in modules if module not in other]
     names = [f"base_model.model.{module}.lora_{factor}.weight" for module in modules for factor in "AB"]
-    announced = layout.nbytes(names)
-    layout.predicted, layout.not_predicted_because = _predicted_bytes(manager, config)
-    if layout.predicted not in (None, announced):
+    parts = layout.parts_of(names)
+    nbytes = layout.bytes_of(parts)
+    predicted, why_not = _predicted_bytes(manager, config)
+    if predicted not in (None, nbytes):
         raise AdapterError(
-            f"lora_mem.footprint predicts {layout.predicted} bytes for target_modules {config['target_modules']!r} at "
-            f"rank {config['r']}, but by its layers this engine will hold {announced}: the calculator is wrong about "
-            f"this model, please report it; nbytes={announced} to open_stage goes by the engine"
+            f"lora_mem.footprint predicts {predicted} bytes for target_modules {config['target_modules']!r} at "
+            f"rank {config['r']}, but by its layers this engine will hold {nbytes}: the calculator is wrong about "
+            f"this model, please report it; nbytes={nbytes} to open_stage goes by the engine"
         )
-    layout.announced = announced
-    layout.announced_modules = frozenset(modules)
-    layout.announced_parts = layout.parts_of(names)
+    layout.announced = Announced(parts, nbytes, why_not)
     with contextlib.suppress(AdapterError):  # what is announced may still be completed by what is not
-        layout.check_complete(names)
+        layout.check_complete(set(names))
     return layout.announced
 
 
@@ -1121,8 +1117,7 @@ def _check_fits(manager: Any, stage: StagedAdapter) -> None:
     layout.check_complete(stage.names)
     parts = {dataclasses.astuple(part) for part in stage.parts}
     dtype = next(iter(stage.parts.values())).dtype
-    shared = any(tuple(tensor.shape) != part.shape for part, tensor in stage.parts.items())
-    if wanted != parts or dtype != layout.dtype or (shared and not layout.served.share):
+    if wanted != parts or dtype != layout.dtype or (shared_parts(stage.parts) and not layout.served.share):
         raise AdapterError(
             f"adapter {stage.lora_int_id} ({stage.name}) was laid out in {dtype} for another engine of this process, "
             f"and this one takes it otherwise (in {layout.dtype}); stage it again"

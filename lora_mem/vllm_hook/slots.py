@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_mem.staging.filling import Filler
-from lora_mem.staging.layout import Part
+from lora_mem.staging.layout import Part, shared_parts
 from lora_mem.vllm_hook import state
 from lora_mem.vllm_hook.live import slot_buffers
 from lora_mem.vllm_hook.served import served_model
@@ -310,11 +310,9 @@ def model_of_parts(
 
     served = served_model(manager)
     modules: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
-    spread: set[str] = set()
     for part, tensor in parts.items():
         modules.setdefault(part.module, {})[part.projection, part.is_a] = tensor
-        if tuple(tensor.shape) != part.shape:
-            spread.add(part.module)
+    spread = {part.module for part in shared_parts(parts)}
     loras: dict[str, LoRALayerWeights] = {}
     for module, factors in modules.items():
         if module not in served.projections:

@@ -1,4 +1,4 @@
-"""An adapter that is staged: its tensors on the host, and what vLLM has made of it."""
+"""An adapter that is staged: its tensors, and what vLLM has made of them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lora_mem.staging.layout import Part
-from lora_mem.staging.pinned import HostBlock
+from lora_mem.staging.adapter import StagedTensors
+from lora_mem.staging.layout import Announced
 
 _versions = itertools.count(1)
 
 
-@dataclass(eq=False)
-class StagedAdapter:
-    """One adapter, kept to build it again after an eviction: as received, or laid out as vLLM packs it.
+@dataclass(eq=False, kw_only=True)
+class StagedAdapter(StagedTensors):
+    """One version of an adapter, kept to build it again after an eviction.
 
     Attributes:
         lora_int_id: vLLM's id for it.
         name: vLLM's name for it.
-        config: PEFT's adapter_config as plain JSON values.
-        tensors: as received, by PEFT's names; empty where `parts` is not. Never written to; an offload replaces device
-            tensors by host copies.
-        names: of the tensors that it was made of.
-        parts: laid out; the scaling is in B. A part whose experts all share one factor has 1 in place of their number.
-        block: what the parts lie in.
-        from_device: tensors came from a GPU, whose memory has not been given back to the driver yet.
-        why_not_laid_out: why vLLM has to pack the tensors itself.
-        predicted: bytes that the calculator said its parts take, before they came; None where it did not.
-        not_predicted_because: why not, or "".
+        announced: what its config said would come; None where nobody went by that.
         version: counts every stage in this process.
         path: stands for a directory in a request for this version; "" until it is staged.
         fits: worker LoRA managers of which it is known that the parts are what they would have laid out.
@@ -47,15 +36,7 @@ class StagedAdapter:
 
     lora_int_id: int
     name: str
-    config: dict[str, Any]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
-    parts: dict[Part, torch.Tensor] = field(default_factory=dict)
-    block: HostBlock | None = None
-    from_device: bool = False
-    why_not_laid_out: str = ""
-    predicted: int | None = None
-    not_predicted_because: str = ""
+    announced: Announced | None = None
     version: int = field(default_factory=lambda: next(_versions))
     path: str = ""
     fits: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -72,7 +53,3 @@ class StagedAdapter:
             self._directory = tempfile.TemporaryDirectory(prefix="lora_mem-")
             (Path(self._directory.name) / "adapter_config.json").write_text(json.dumps(self.config))
         return self._directory.name
-
-    def held(self) -> list[torch.Tensor]:
-        """The tensors it keeps."""
-        return [*self.tensors.values(), *self.parts.values()]
