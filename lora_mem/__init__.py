@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lora_mem.observe.profiler import profile as profile
     from lora_mem.sizing.adapters import read_adapter as read_adapter
     from lora_mem.sizing.footprints import footprint as footprint
+    from lora_mem.sizing.options import Options as Options
     from lora_mem.sizing.planning import plan as plan
     from lora_mem.sizing.shapes import ModelShape as ModelShape
     from lora_mem.vllm_hook import drop_adapter as drop_adapter
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AdapterError": "errors",
     "ModelShape": "sizing.shapes",
+    "Options": "sizing.options",
     "SizingError": "errors",
     "WorkerExtension": "worker",
     "drop_adapter": "vllm_hook",

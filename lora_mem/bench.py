@@ -17,7 +17,7 @@ from lora_mem.observe.progress import progress
 from lora_mem.observe.results import Bench, Held, Sync
 from lora_mem.observe.watching import watched
 from lora_mem.sizing.footprints import footprint
-from lora_mem.sizing.tensors import slot_rank
+from lora_mem.sizing.resolving import slot_rank
 from lora_mem.staging.counters import pinned_by_torch, resident
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.version import __version__
@@ -370,7 +370,9 @@ def _link(nbytes: int, device: torch.device) -> tuple[float, float]:
 def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport: Transport) -> dict[str, int]:
     targets = ["experts"] if transport.experts else "all-linear"
     try:
-        figures = footprint(config, rank=rank, max_lora_rank=max_lora_rank, target_modules=targets).to_dict()
+        # By offload, whose staged tensors are as received: stage has the packed ones only.
+        asked = {"rank": rank, "max_lora_rank": max_lora_rank, "target_modules": targets, "strategy": "offload"}
+        figures = footprint(config, **asked).to_dict()
     except SizingError:
         return {}
     return {key: figures[key] for key in ("packed_bytes", "staged_bytes", "shared_bytes", "slot_bytes")}

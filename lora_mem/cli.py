@@ -70,7 +70,7 @@ def size(
     fully_sharded: FullySharded = False,
     dtype: Dtype = "bfloat16",
     moe_backend: MoeBackend = None,
-    strategy: StrategyName = "offload",
+    strategy: StrategyName = "stage",
     phases: Annotated[bool, typer.Option("--phases", help="The GPU phase by phase of a colocated run.")] = False,
     why: Why = False,
     as_json: AsJson = False,
@@ -143,7 +143,7 @@ def plan(
     fully_sharded: FullySharded = False,
     dtype: Dtype = "bfloat16",
     moe_backend: MoeBackend = None,
-    strategy: StrategyName = "offload",
+    strategy: StrategyName = "stage",
     why: Why = False,
     as_json: AsJson = False,
 ) -> None:

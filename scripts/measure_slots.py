@@ -325,7 +325,7 @@ def _sizing(case: Case) -> dict[str, Any]:
 def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
     """The same listing by calculation: shapes by module and buffer, and the bytes of all."""
     from lora_mem.sizing.footprints import footprint
-    from lora_mem.sizing.tensors import worker_slots
+    from lora_mem.sizing.slots import worker_slots
 
     rank = case.lora.get("max_lora_rank", 16)
     result = footprint(config_of(case), rank=rank, max_lora_rank=rank, **_sizing(case))

@@ -72,8 +72,9 @@ def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str,
 def test_an_adapter_is_sized_as_its_targets_are(tmp_path: Path) -> None:
     adapter = read_adapter(write(tmp_path, whole_adapter()))
     assert adapter.check(CONFIG).ok
-    predicted = footprint(CONFIG, rank=4, target_modules=["q_proj", "o_proj", "experts"], scaling=2, max_loras=2)
-    found = adapter.footprint(CONFIG, max_loras=2)
+    common: dict[str, Any] = {"max_loras": 2, "strategy": "offload"}
+    predicted = footprint(CONFIG, rank=4, target_modules=["q_proj", "o_proj", "experts"], scaling=2, **common)
+    found = adapter.footprint(CONFIG, **common)
     assert adapter.staged_bytes == predicted.staged_bytes
     assert predicted.compare(found).equal, predicted.compare(found)
     assert (adapter.rank, adapter.scaling) == (4, 2)
@@ -193,12 +194,13 @@ def test_dtypes_may_differ_from_tensor_to_tensor() -> None:
             tensors[name] = SimpleNamespace(shape=shape, dtype=dtype, nbytes=prod(shape) * sizes[dtype])
         return read_adapter(tensors, {**PEFT, "lora_alpha": 4})
 
-    plain, mixed = of().footprint(CONFIG), of(q_proj="float64", o_proj="float32", experts="float16").footprint(CONFIG)
+    other = of(q_proj="float64", o_proj="float32", experts="float16")
+    plain, mixed = of().footprint(CONFIG, strategy="offload"), other.footprint(CONFIG, strategy="offload")
     assert mixed.packed_bytes == plain.packed_bytes
     assert mixed.staged_bytes == plain.staged_bytes + 2 * (6 * 4 * (32 + 64) + 2 * 4 * (64 + 32))
     assert plain.shared_bytes == 2 * 2 * 2 * 4 * (32 + 64)  # all of q_proj and o_proj
     assert mixed.shared_bytes == 0
-    half = of(B="float32").footprint(CONFIG)
+    half = of(B="float32").footprint(CONFIG, strategy="offload")
     assert half.shared_bytes == 2 * 2 * 4 * (32 + 64)  # A of both
     assert half.to_dict()["options"]["dtype"] == "bfloat16 and float32"
     assert sum(row["bytes"] for row in half.rows("staged")) == half.staged_bytes
@@ -211,7 +213,7 @@ def test_dtypes_may_differ_from_tensor_to_tensor() -> None:
 
 def test_a_worker_is_given_its_own_experts(tmp_path: Path) -> None:
     adapter = read_adapter(write(tmp_path, whole_adapter()))
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "strategy": "offload"}
     rule = footprint(CONFIG, rank=4, target_modules=["q_proj", "o_proj", "experts"], lora_alpha=8, **options)
     assert rule.compare(adapter.footprint(CONFIG, **options)).equal
 

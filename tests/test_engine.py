@@ -319,7 +319,7 @@ def test_status_tells_where_the_bytes_are(llm, hook, manager):
 
 def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
     predicted = lora_mem.footprint(
-        testing.TINY_DENSE, rank=RANK, max_lora_rank=16, target_modules="all-linear", dtype="bfloat16"
+        testing.TINY_DENSE, rank=RANK, max_lora_rank=16, target_modules="all-linear", strategy="offload"
     )
     linear = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     request = hook.stage_adapter(1, *adapter(manager, wanted=linear, alpha=RANK))

@@ -21,7 +21,7 @@ from lora_mem.errors import SizingError
 from lora_mem.sizing.families import FAMILIES, WITHOUT_LORA
 from lora_mem.sizing.footprints import footprint
 from lora_mem.sizing.shapes import ModelShape, known_config, known_models
-from lora_mem.sizing.tensors import worker_slots
+from lora_mem.sizing.slots import worker_slots
 
 
 def facts(name: str) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing.footprints import FIGURES, Footprint, footprint
+from lora_mem.sizing.options import MAX_LORA_RANKS, STRATEGIES
 from lora_mem.sizing.shapes import ModelShape, known_config
-from lora_mem.sizing.tensors import MAX_LORA_RANKS, worker_slots
+from lora_mem.sizing.slots import worker_slots
 
 GIB = 1024**3
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -44,7 +45,7 @@ def expert_slots(result: Footprint) -> int:
 
 
 def test_the_packed_experts_of_qwen3_30b_at_rank_64() -> None:
-    result = footprint(QWEN, rank=64, target_modules="experts")
+    result = footprint(QWEN, rank=64, target_modules="experts", strategy="offload")
     assert result.packed_bytes == 6_643_777_536 == 48 * 128 * 3 * 64 * (2048 + 768) * 2
     assert result.staged_bytes == result.packed_bytes
     assert result.packed_bytes / GIB == 6.1875
@@ -129,14 +130,14 @@ def test_strategies() -> None:
 
 
 def test_routed_experts_share_nothing_with_their_stage() -> None:
-    result = footprint(QWEN, rank=64, target_modules="experts", scaling=1)
+    result = footprint(QWEN, rank=64, target_modules="experts", scaling=1, strategy="offload")
     assert result.shared_bytes == 0
     assert result.gpu_sync_peak_bytes == result.slot_bytes + 2 * 6_643_777_536
 
 
 def test_dense_modules_keep_the_staged_tensors() -> None:
     half = 8 * 32 * 2  # A of q_proj: rank * hidden_size in bf16
-    only: dict[str, Any] = {"rank": 8, "target_modules": "q_proj"}
+    only: dict[str, Any] = {"rank": 8, "target_modules": "q_proj", "strategy": "offload"}
     assert footprint(config(num_hidden_layers=1), **only).shared_bytes == half
     same = footprint(config(num_hidden_layers=1), scaling=1, **only)
     assert same.shared_bytes == same.packed_bytes == same.staged_bytes == same.host_bytes
@@ -144,7 +145,7 @@ def test_dense_modules_keep_the_staged_tensors() -> None:
 
 
 def test_what_is_folded_goes_by_the_scaling_of_each_module() -> None:
-    common: dict[str, Any] = {"rank": 8, "target_modules": ["q_proj", "o_proj"]}
+    common: dict[str, Any] = {"rank": 8, "target_modules": ["q_proj", "o_proj"], "strategy": "offload"}
     known = footprint(config(), lora_alpha=8, **common)
     assert known.shared_bytes == known.packed_bytes == footprint(config(), scaling=1, **common).shared_bytes
     b_of_one_layer = 64 * 8 * 2  # q_proj maps 32 to 64
@@ -203,9 +204,9 @@ def test_padding_is_what_a_smaller_rank_leaves_empty() -> None:
 
 def test_pinned_memory_is_rounded_tensor_by_tensor() -> None:
     # q_proj of one layer: staged A 3*32*2 -> 256 and B 64*3*2 -> 512, packed B again (A is the staged one).
-    result = footprint(config(num_hidden_layers=1), rank=3, target_modules="q_proj")
+    result = footprint(config(num_hidden_layers=1), rank=3, target_modules="q_proj", strategy="offload")
     assert (result.host_bytes, result.host_pinned_bytes) == (192 + 384 + 384, 256 + 512 + 512)
-    powers = footprint(config(), rank=8, target_modules="experts", scaling=2)
+    powers = footprint(config(), rank=8, target_modules="experts", scaling=2, strategy="offload")
     assert powers.host_pinned_bytes == powers.host_bytes
 
 
@@ -217,7 +218,8 @@ def test_each_worker_of_a_node_has_a_copy_of_its_own() -> None:
     assert offload.node_host_pinned_bytes == 8 * offload.host_pinned_bytes
     split = footprint(config(), strategy="stage", enable_expert_parallel=True, **common)
     assert split.node_host_bytes == stage.host_bytes
-    assert footprint(config(), workers_per_node=4, **common).node_host_bytes == 4 * offload.host_bytes
+    four = footprint(config(), workers_per_node=4, strategy="offload", **common)
+    assert four.node_host_bytes == 4 * offload.host_bytes
 
 
 def test_what_stage_keeps_is_what_is_packed() -> None:
@@ -323,7 +325,7 @@ def test_slots_equal_brute_force(
 @given(rank=st.integers(1, 64), tp=st.sampled_from([1, 2, 4, 8]))
 def test_expert_parallel_ranks_add_up_to_the_whole(rank: int, tp: int) -> None:
     def experts(**options: Any) -> Footprint:
-        return footprint(config(), rank=rank, target_modules="experts", **options)
+        return footprint(config(), rank=rank, target_modules="experts", strategy="offload", **options)
 
     whole = experts()
     split = experts(tensor_parallel_size=tp, enable_expert_parallel=True)
@@ -338,25 +340,27 @@ def test_expert_parallel_ranks_add_up_to_the_whole(rank: int, tp: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(rank=st.integers(1, 511), loras=st.integers(1, 5), layers=st.integers(1, 4))
 def test_more_of_anything_never_costs_less(rank: int, loras: int, layers: int) -> None:
-    base = footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras)
-    more = (
-        footprint(config(num_hidden_layers=layers), rank=rank + 1, max_loras=loras),
-        footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras + 1),
-        footprint(config(num_hidden_layers=layers + 1), rank=rank, max_loras=loras),
-    )
-    for larger, name in itertools.product(more, [name for name in FIGURES if name != "slot_padding_bytes"]):
-        assert getattr(larger, name) >= getattr(base, name)
+    for strategy in STRATEGIES:
+        base = footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras, strategy=strategy)
+        more = (
+            footprint(config(num_hidden_layers=layers), rank=rank + 1, max_loras=loras, strategy=strategy),
+            footprint(config(num_hidden_layers=layers), rank=rank, max_loras=loras + 1, strategy=strategy),
+            footprint(config(num_hidden_layers=layers + 1), rank=rank, max_loras=loras, strategy=strategy),
+        )
+        for larger, name in itertools.product(more, [name for name in FIGURES if name != "slot_padding_bytes"]):
+            assert getattr(larger, name) >= getattr(base, name)
 
 
 @given(rank=st.integers(1, 512))
 def test_distinct_factors_are_staged_as_they_are_packed(rank: int) -> None:
-    result = footprint(config(mlp_only_layers=[0]), rank=rank)
+    result = footprint(config(mlp_only_layers=[0]), rank=rank, strategy="offload")
     assert result.staged_bytes == result.packed_bytes
 
 
 def test_dtypes() -> None:
-    half, full = footprint(QWEN, rank=8), footprint(QWEN, rank=8, dtype="float32")
-    mixed = footprint(QWEN, rank=8, dtype="float32", lora_dtype="bfloat16")
+    common: dict[str, Any] = {"rank": 8, "strategy": "offload"}
+    half, full = footprint(QWEN, **common), footprint(QWEN, dtype="float32", **common)
+    mixed = footprint(QWEN, dtype="float32", lora_dtype="bfloat16", **common)
     assert full.slot_bytes == 2 * half.slot_bytes
     assert (mixed.slot_bytes, mixed.packed_bytes) == (half.slot_bytes, half.packed_bytes)
     assert mixed.staged_bytes == full.staged_bytes
@@ -455,7 +459,7 @@ def test_a_rank_pattern_that_matches_nothing_is_refused() -> None:
         ({"target_modules": ["nope"]}, "target_modules='nope'.*it has: .*q_proj"),
         ({"target_modules": ["all-linear", "q_proj"]}, "must stand alone"),
         ({"target_modules": ["up_proj"]}, "part of each routed expert.*gate_proj, down_proj"),
-        ({"strategy": "hope"}, "strategy='hope': must be 'keep', 'offload' or 'stage'"),
+        ({"strategy": "hope"}, "strategy='hope': must be one of keep, offload, stage"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:

@@ -50,7 +50,7 @@ DENSE: dict[str, dict[str, Any]] = {
 def test_all_linear_on_dense_models(kind: str, rank: int) -> None:
     config = config_of(kind, num_hidden_layers=3, intermediate_size=2816, **DENSE[kind])
     tensors = adapter_tensors(config, r=rank, target_modules="all-linear")
-    assert footprint(config.to_dict(), rank=rank, dtype="float32").staged_bytes == nbytes(tensors)
+    assert footprint(config.to_dict(), rank=rank, dtype="float32", strategy="offload").staged_bytes == nbytes(tensors)
 
 
 def test_targets_and_rank_pattern() -> None:
@@ -58,7 +58,8 @@ def test_targets_and_rank_pattern() -> None:
     pattern = {"layers.1.self_attn.q_proj": 32, "down_proj": 2}
     targets = ["q_proj", "v_proj", "down_proj"]
     tensors = adapter_tensors(config, r=8, target_modules=targets, rank_pattern=pattern)
-    predicted = footprint(config.to_dict(), rank=8, target_modules=targets, rank_pattern=pattern, dtype="float32")
+    common: dict[str, Any] = {"target_modules": targets, "dtype": "float32", "strategy": "offload"}
+    predicted = footprint(config.to_dict(), rank=8, rank_pattern=pattern, **common)
     assert predicted.staged_bytes == nbytes(tensors)
     assert predicted.options
     assert predicted.options.max_lora_rank == 32
@@ -72,7 +73,8 @@ def test_embeddings_and_lm_head() -> None:
     tensors = adapter_tensors(config, r=8, target_modules=targets)
     # PEFT saves a copy of the base embeddings beside the factors; vLLM skips it.
     factors = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
-    assert footprint(config.to_dict(), rank=8, target_modules=targets, dtype="float32").staged_bytes == nbytes(factors)
+    predicted = footprint(config.to_dict(), rank=8, target_modules=targets, dtype="float32", strategy="offload")
+    assert predicted.staged_bytes == nbytes(factors)
 
 
 MOE: dict[str, dict[str, Any]] = {
@@ -105,7 +107,8 @@ def test_fused_experts(kind: str) -> None:
     # The model holds its experts in one tensor each: for Qwen3-MoE that is the adapter's format, not the model's.
     options = {} if kind == "gpt_oss" else {"enable_mixed_moe_lora_format": True, "is_3d_lora_weight": True}
     fields["architectures"] = ["GptOssForCausalLM" if kind == "gpt_oss" else "Qwen3MoeForCausalLM"]
-    predicted = footprint(fields, rank=4, target_modules=[*ATTENTION, "experts"], dtype="float32", **options)
+    common: dict[str, Any] = {"target_modules": [*ATTENTION, "experts"], "dtype": "float32", "strategy": "offload"}
+    predicted = footprint(fields, rank=4, **common, **options)
     assert predicted.staged_bytes == nbytes(tensors)
 
 
@@ -135,13 +138,14 @@ def test_an_adapter_of_pefts_is_read_and_sized(kind: str, tmp_path: Path) -> Non
     assert adapter.staged_bytes == nbytes(tensors)
     check = adapter.check(config.to_dict())
     assert check.ok, check
-    of_adapter = adapter.footprint(config.to_dict())
+    of_adapter = adapter.footprint(config.to_dict(), strategy="offload")
     common: dict[str, Any] = {
         "rank": 8,
         "scaling": 2,
         "max_lora_rank": 32,
         "dtype": "float32",
         "lora_dtype": "bfloat16",
+        "strategy": "offload",
     }
     by_rule = footprint(config.to_dict(), rank_pattern=pattern, **common)
     assert of_adapter.packed_bytes == by_rule.packed_bytes > footprint(config.to_dict(), **common).packed_bytes

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_cli import lora_mem
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.footprints import STRATEGIES, footprint
+from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.options import STRATEGIES
 from lora_mem.sizing.planning import GPUS, by_model, plan, savings, sweep
 from lora_mem.sizing.shapes import known_models
 
@@ -19,12 +20,12 @@ ROOM: dict[str, Any] = {"gpu_bytes": 140 * GIB, "weights_bytes": 57 * GIB, "kv_c
 
 
 def fits(**change: Any) -> bool:
-    options = {"rank": 64, "max_loras": 2, **change}
+    options = {"rank": 64, "max_loras": 2, "strategy": "offload", **change}
     return footprint(QWEN, **options).gpu_sync_peak_bytes <= 43 * GIB
 
 
 def test_answers_are_the_last_that_fit() -> None:
-    result = plan(QWEN, rank=64, max_loras=2, **ROOM)
+    result = plan(QWEN, rank=64, max_loras=2, strategy="offload", **ROOM)
     assert result.fits is fits()
     rank, slots = result["largest_rank"], result["most_slots"]
     assert rank
@@ -60,9 +61,10 @@ def test_the_smallest_tp_shares_the_weights() -> None:
 
 def test_adapters_per_host() -> None:
     room: dict[str, Any] = {**ROOM, "host_memory_bytes": 1000 * GIB}
-    offload = plan(QWEN, rank=64, max_cpu_loras=3, **room)
-    each = offload.footprint.node_host_bytes // 3
-    assert offload["most_adapters_per_host"] == 1000 * GIB // each
+    for strategy in ("offload", "stage"):
+        on_host = plan(QWEN, rank=64, max_cpu_loras=3, strategy=strategy, **room)
+        each = on_host.footprint.node_host_bytes // 3
+        assert on_host["most_adapters_per_host"] == 1000 * GIB // each
     keep = plan(QWEN, rank=64, strategy="keep", **room)
     assert keep["most_adapters_per_host"] is None
     assert "holds no adapter on the host" in keep.why("most_adapters_per_host")
@@ -75,7 +77,7 @@ def test_what_each_change_saves() -> None:
     assert found["saved_by_fully_sharded"] == slots - footprint(QWEN, fully_sharded_loras=True, **common).slot_bytes
     assert found["saved_by_ep"] == slots - footprint(QWEN, enable_expert_parallel=True, **common).slot_bytes
     assert found["saved_by_lower_max_lora_rank"] == slots * 3 // 4
-    one = footprint(QWEN, **common)
+    one = footprint(QWEN, strategy="offload", **common)
     assert found["saved_by_offload"] == 4 * (one.packed_bytes + one.staged_bytes - one.shared_bytes)
     dense = {answer.question: answer for answer in savings("Qwen/Qwen3-8B", rank=16)}
     assert dense["saved_by_ep"].value is None

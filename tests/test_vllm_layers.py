@@ -23,7 +23,8 @@ from vllm.model_executor.layers import linear, vocab_parallel_embedding  # noqa:
 from lora_mem.sizing.footprints import footprint  # noqa: E402
 from lora_mem.sizing.modules import Experts, Linear, Module  # noqa: E402
 from lora_mem.sizing.shapes import ModelShape  # noqa: E402
-from lora_mem.sizing.tensors import adapter_parts, packed_tensors, slot_tensors, staged_tensors  # noqa: E402
+from lora_mem.sizing.slots import slot_tensors  # noqa: E402
+from lora_mem.sizing.tensors import adapter_modules, packed_tensors, staged_tensors  # noqa: E402
 
 MODELS = [
     "Qwen/Qwen3-8B",
@@ -200,7 +201,7 @@ def test_the_slots_of_all_ranks_together_hold_each_packed_tensor(tp: int, as_ran
     result = footprint(TINY, rank=8, max_lora_rank=8, tensor_parallel_size=tp, dtype="float32")
     assert result.options
     assert result.shape
-    for part in adapter_parts(result.shape, result.options):
+    for part in adapter_modules(result.shape, result.options):
         if isinstance(part.module, Linear) and part.module.kind in ("embedding", "logits"):
             continue
         packed = [filled(tensor.shape) for tensor in packed_tensors(part, result.options)]
@@ -239,10 +240,10 @@ def wrap_on_cpu(module: Module, options: Any, rank: int) -> Any:
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
 def test_vllm_packs_staged_experts_into_what_is_predicted(name: str) -> None:
     """vLLM's pack_moe, on meta tensors of the predicted staged shapes, gives the predicted packed bytes."""
-    result = footprint(name, rank=4, target_modules="experts")
+    result = footprint(name, rank=4, target_modules="experts", strategy="offload")
     assert result.options
     assert result.shape
-    for part in adapter_parts(result.shape, result.options):
+    for part in adapter_modules(result.shape, result.options):
         module = part.module
         assert isinstance(module, Experts)
         staged = staged_tensors(part, result.options)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.sizing.footprints import HOLDERS, Footprint, Strategy, padding
+from lora_mem.sizing.footprints import HOLDERS, Footprint, padding
+from lora_mem.sizing.options import Strategy
 from lora_mem.sizing.units import most_under_way, power_of_two
 from lora_mem.staging.views import memory
 from lora_mem.vllm_hook import LiveAdapter

@@ -6,9 +6,9 @@ import html
 from typing import Any
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.footprints import STRATEGIES, footprint
+from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.options import MAX_LORA_RANKS, MOE_BACKENDS, STRATEGIES
 from lora_mem.sizing.shapes import known_models
-from lora_mem.sizing.tensors import MAX_LORA_RANKS, MOE_BACKENDS
 
 
 def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
@@ -35,7 +35,7 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
         "moe_backend": widgets.Dropdown(
             options=[("the checkpoint's", ""), *((name, name) for name in MOE_BACKENDS)], description="MoE backend"
         ),
-        "strategy": widgets.Dropdown(options=list(STRATEGIES), value="offload", description="strategy"),
+        "strategy": widgets.Dropdown(options=list(STRATEGIES), value="stage", description="strategy"),
     }
     for widget in choose.values():
         widget.style.description_width = "8rem"

@@ -14,23 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_mem.errors import SizingError
+from lora_mem.sizing.checks import check_pattern, positive_number, whole_number
 from lora_mem.sizing.footprints import Footprint, combine, footprint, packed_rows, sum_parts
 from lora_mem.sizing.modules import Experts, Group, Linear, Module, parse_object, read_bytes
+from lora_mem.sizing.options import ITEMSIZE, MAX_LORA_RANKS, RECEIVED_ITEMSIZE
+from lora_mem.sizing.resolving import Resolved, slot_rank
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.targets import match_pattern, scaling_of
-from lora_mem.sizing.tensors import (
-    ITEMSIZE,
-    MAX_LORA_RANKS,
-    RECEIVED_ITEMSIZE,
-    Options,
-    Part,
-    check_pattern,
-    check_sharded_ranks,
-    local_experts,
-    positive_number,
-    slot_rank,
-    whole_number,
-)
+from lora_mem.sizing.tensors import AdapterModule, check_sharded_ranks, local_experts
 
 # Dtypes of a safetensors header: torch's name and the bits of an element.
 DTYPES = {
@@ -222,7 +213,7 @@ class AdapterCheck:
     refused: Mapping[str, str]
     refused_for: Mapping[str, tuple[object, str]]
     ignored_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[AdapterModule, ...]
     received: tuple[Received, ...]
 
     @property
@@ -230,7 +221,7 @@ class AdapterCheck:
         """Whether vLLM takes the adapter and uses all of it."""
         return not self.ignored and not self.refused and not self.refused_for
 
-    def received_by(self, worker: int, options: Options) -> list[Received]:
+    def received_by(self, worker: int, options: Resolved) -> list[Received]:
         """The factors that a worker is given: with expert parallelism none of the experts that live in others."""
         return [one for one in self.received if one.place.worker(options) in (None, worker)]
 
@@ -377,7 +368,7 @@ class _Place:
     copies: int = 1  # experts within one tensor
     expert: int | None = None
 
-    def worker(self, options: Options) -> int | None:
+    def worker(self, options: Resolved) -> int | None:
         """The expert-parallel rank that the expert lives in; None where every worker has it."""
         if self.expert is None or not isinstance(self.module, Experts):
             return None
@@ -563,7 +554,7 @@ class _Pair(NamedTuple):
 _NOTHING = _Pair(0, ("", ""), False)
 
 
-def _parts(shape: ModelShape, found: Mapping[tuple[str, int], Mapping[int, _Pair]]) -> Iterator[Part]:
+def _parts(shape: ModelShape, found: Mapping[tuple[str, int], Mapping[int, _Pair]]) -> Iterator[AdapterModule]:
     for group in shape.groups:
         for module in group.modules:
             path = group.path(None, module)
@@ -575,4 +566,4 @@ def _parts(shape: ModelShape, found: Mapping[tuple[str, int], Mapping[int, _Pair
                     kinds[tuple(pairs.get(index, _NOTHING) for index in range(count))] += 1
             for kind, times in kinds.items():
                 ranks, dtypes, unscaled = zip(*kind, strict=True)
-                yield Part(path, module, times, ranks, dtypes, unscaled)
+                yield AdapterModule(path, module, times, ranks, dtypes, unscaled)

@@ -11,37 +11,40 @@ import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lora_mem.drawing import draw
 from lora_mem.errors import SizingError
-from lora_mem.sizing.shapes import ModelShape
-from lora_mem.sizing.tensors import (
+from lora_mem.sizing.options import (
     ITEMSIZE,
     RECEIVED_ITEMSIZE,
+    OptionKeywords,
     Options,
-    Part,
+    Strategy,
+    gather,
+    takes_options,
+)
+from lora_mem.sizing.resolving import Resolved, resolve
+from lora_mem.sizing.shapes import ModelShape
+from lora_mem.sizing.slots import slot_groups, slot_tensors
+from lora_mem.sizing.tensors import (
+    AdapterModule,
     Tensor,
-    adapter_parts,
-    check_options,
+    adapter_modules,
     check_sharded_ranks,
     packed_tensors,
-    slot_groups,
-    slot_tensors,
     staged_tensors,
-    whole_number,
 )
 from lora_mem.sizing.units import BLOCK_ALIGNMENT, aligned, gib, most_under_way, power_of_two
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Strategy = Literal["keep", "offload", "stage"]
-STRATEGIES: tuple[Strategy, ...] = ("keep", "offload", "stage")
 HOLDERS = ("packed", "staged", "slots")
 
 
@@ -83,7 +86,7 @@ class Footprint:
     model: str
     strategy: Strategy
     shape: ModelShape | None = field(default=None, repr=False)
-    options: Options | None = field(default=None, repr=False)
+    options: Resolved | None = field(default=None, repr=False)
     under_way_bytes: int = field(default=0, repr=False)
     workers_per_node: int = field(default=1, repr=False)
     found: Mapping[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict, repr=False)
@@ -159,7 +162,7 @@ class Footprint:
             "model": self.model,
             **{name: getattr(self, name) for name in FIGURES},
             "strategy": self.strategy,
-            "options": _plain_options(self.options),
+            "options": self.options.to_dict() if self.options else {},
             "why": [
                 {"name": line.name, "bytes": line.bytes, "formula": line.formula, "inputs": dict(line.inputs)}
                 for line in self.lines
@@ -318,74 +321,19 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]])
     return f"<table>{top}<tbody>{body}</tbody></table>"
 
 
+@takes_options
 def footprint(
     shape: ModelShape | dict[str, Any] | str | Path,
-    *,
-    rank: int,
-    target_modules: str | Sequence[str] = "all-linear",
-    max_lora_rank: int | None = None,
-    max_loras: int = 1,
-    max_cpu_loras: int | None = None,
-    tensor_parallel_size: int = 1,
-    enable_expert_parallel: bool = False,
-    fully_sharded_loras: bool = False,
-    dtype: str = "bfloat16",
-    lora_dtype: str = "auto",
-    pipeline_parallel_size: int = 1,
-    pipeline_rank: int | None = None,
-    data_parallel_size: int = 1,
-    enable_mixed_moe_lora_format: bool = False,
-    enable_moe_shared_loras: bool = False,
-    lora_target_modules: Sequence[str] | None = None,
-    moe_backend: str | None = None,
-    rank_pattern: Mapping[str, int] | None = None,
-    scaling: float | None = None,
-    lora_alpha: float | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
-    use_rslora: bool = False,
-    is_3d_lora_weight: bool | None = None,
-    strategy: Strategy = "offload",
-    workers_per_node: int | None = None,
+    given: Options | None = None,
+    /,
+    **options: Unpack[OptionKeywords],
 ) -> Footprint:
     """Bytes of each holder in one worker.
 
     Args:
         shape: a `ModelShape`, or anything that `ModelShape.from_config` takes.
-        rank: the adapter's rank.
-        target_modules: PEFT's names (`q_proj`, or longer ends of a path such as `self_attn.q_proj`), `experts` for the
-            routed experts, or `all-linear`: every linear layer that vLLM serves but `lm_head`, routed experts included
-            (as PEFT has it where experts are nn.Linear; where they are parameters PEFT leaves them out, so name what
-            the adapter has). Slots do not depend on it: vLLM allocates them for every module that it can serve.
-        max_lora_rank: rank of the slots; the smallest that vLLM allows for `rank` where it is not given.
-        max_loras: slots.
-        max_cpu_loras: registered adapters; `max_loras` where it is not given, as in vLLM.
-        tensor_parallel_size: workers that slots are sliced over.
-        enable_expert_parallel: routed experts are split over the workers instead of sliced.
-        fully_sharded_loras: vLLM's option of that name.
-        dtype: dtype of the adapter's tensors as they are received, and of the model.
-        lora_dtype: dtype of slots and packed tensors; `auto` is `dtype`. vLLM's GPU kernels stop at start-up where
-            it is not the model's.
-        pipeline_parallel_size: stages that the layers are split over.
-        pipeline_rank: the stage of the worker; the one with the most slot bytes where it is not given.
-        data_parallel_size: replicas; they share the routed experts, split or sliced.
-        enable_mixed_moe_lora_format: vLLM's option: the 2D wrapper for experts of any layout.
-        enable_moe_shared_loras: vLLM's option: A of gate and up and B of down once for all experts.
-        lora_target_modules: vLLM's deployment-wide `target_modules`: slots for these only. It takes runtime names
-            (`qkv_proj`), whole paths, or packed children (`q_proj`).
-        moe_backend: what computes the routed experts. `triton` and `marlin` keep their sizes; the others round the
-            slots' sizes up, e.g. `mxfp4_marlin` for gpt-oss as it is published, on Hopper. `triton` where it is
-            not given; `Footprint.assumes` says so where the checkpoint is quantized so that it matters.
-        rank_pattern: PEFT's, by name or regular expression; each must match a module that the adapter has.
-        scaling: alpha / rank (or by rsLoRA's rule) at `rank`, in place of `lora_alpha`. Where a module's scaling is 1
-            nothing is folded into its B, so that vLLM keeps the staged B of dense modules as it is; where it is not
-            known it counts as another number.
-        lora_alpha: PEFT's; with `rank_pattern`, `alpha_pattern` and `use_rslora` it decides the scaling of each module,
-            by the rule of vLLM's `PEFTHelper.get_rank_and_scaling`.
-        alpha_pattern: PEFT's, by name or regular expression, as `rank_pattern`.
-        use_rslora: PEFT's: the scaling is alpha / sqrt(rank).
-        is_3d_lora_weight: whether experts come as one tensor for all; as the model has them where it is not given.
-        strategy: where staged and packed live after a sync; see below.
-        workers_per_node: workers that share a host; all workers of the engine where it is not given.
+        given: the options as an object; or all of them as keywords.
+        options: options by name, in place of those of `given`; `help(lora_mem.Options)` lists them. `rank` is needed.
 
     Returns:
         A `Footprint`, with these fields (bytes per worker):
@@ -417,48 +365,20 @@ def footprint(
           which has its own.
 
     Raises:
-        SizingError: an argument is not what vLLM allows, or does not fit the model.
+        SizingError: an option is not what vLLM allows, or does not fit the model.
+        TypeError: there is no such option, or the rank is missing.
 
     """
-    shape = ModelShape.from_config(shape)
-    options = check_options(
-        shape,
-        rank=rank,
-        rank_pattern=rank_pattern,
-        scaling=scaling,
-        lora_alpha=lora_alpha,
-        alpha_pattern=alpha_pattern,
-        use_rslora=use_rslora,
-        target_modules=target_modules,
-        is_3d_lora_weight=is_3d_lora_weight,
-        max_lora_rank=max_lora_rank,
-        max_loras=max_loras,
-        max_cpu_loras=max_cpu_loras,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        pipeline_rank=pipeline_rank or 0,
-        data_parallel_size=data_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-        fully_sharded_loras=fully_sharded_loras,
-        enable_mixed_moe_lora_format=enable_mixed_moe_lora_format,
-        enable_moe_shared_loras=enable_moe_shared_loras,
-        lora_target_modules=lora_target_modules,
-        moe_backend=moe_backend,
-        dtype=dtype,
-        lora_dtype=lora_dtype,
-    )
-    if strategy not in STRATEGIES:
-        raise SizingError("strategy", strategy, "must be 'keep', 'offload' or 'stage'")
-    workers = tensor_parallel_size * pipeline_parallel_size * data_parallel_size
-    if workers_per_node is not None:
-        workers = min(workers, whole_number("workers_per_node", workers_per_node))
-    slots = slot_bytes(shape, options)
-    if options.fully_sharded_loras:
-        check_sharded_ranks(adapter_parts(shape, options), options)
-    if pipeline_rank is None and pipeline_parallel_size > 1:
-        stages = [replace(options, pipeline_rank=stage) for stage in range(pipeline_parallel_size)]
-        slots, options = max(((slot_bytes(shape, stage), stage) for stage in stages), key=lambda pair: pair[0])
-    return combine(shape, options, slots, _adapter_bytes(shape, options), strategy, workers)
+    shape, given = ModelShape.from_config(shape), gather(given, options)
+    resolved = resolve(shape, given)
+    slots = slot_bytes(shape, resolved)
+    if resolved.fully_sharded_loras:
+        check_sharded_ranks(adapter_modules(shape, resolved), resolved)
+    if given.pipeline_rank is None and given.pipeline_parallel_size > 1:
+        ranks = [replace(resolved, pipeline_rank=rank) for rank in range(given.pipeline_parallel_size)]
+        slots, resolved = max(((slot_bytes(shape, rank), rank) for rank in ranks), key=lambda pair: pair[0])
+    workers = resolved.workers_per_node
+    return combine(shape, resolved, slots, _adapter_bytes(shape, resolved), resolved.strategy, workers)
 
 
 def _row(holder: str, path: str, count: int, tensors: Sequence[Tensor], itemsize: int) -> dict[str, Any]:
@@ -470,15 +390,44 @@ def _row(holder: str, path: str, count: int, tensors: Sequence[Tensor], itemsize
     return {"holder": holder, "module": path, "count": count, "formula": formula, "bytes": size}
 
 
-def packed_rows(parts: Iterable[Part], options: Options, holder: str = "packed") -> Iterator[dict[str, Any]]:
+def packed_rows(parts: Iterable[AdapterModule], options: Resolved, holder: str = "packed") -> Iterator[dict[str, Any]]:
     """Rows of the packed tensors of `parts`, as `Footprint.rows` has them."""
     for part in parts:
         yield _row(holder, part.path, part.count, packed_tensors(part, options), ITEMSIZE[options.lora_dtype])
 
 
-def slot_bytes(shape: ModelShape, options: Options) -> int:
+_DECIDES_SLOTS = attrgetter(
+    "max_lora_rank",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "pipeline_rank",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "fully_sharded_loras",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "lora_target_modules",
+    "moe_backend",
+)
+_DECIDES_ADAPTER = attrgetter(
+    "rank",
+    "rank_pattern",
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "target_modules",
+    "is_3d_lora_weight",
+    "expert_parallel_size",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "dtype",
+    "lora_dtype",
+)
+
+
+def slot_bytes(shape: ModelShape, options: Resolved) -> int:
     """Bytes of all slot buffers of one worker; `max_loras` times those of one slot."""
-    key = ("slots", *options.slot_key)
+    key = ("slots", *_DECIDES_SLOTS(options))
     if key not in shape.memo:
         one = replace(options, max_loras=1)
         elements = 0
@@ -504,15 +453,15 @@ class AdapterBytes(NamedTuple):
     cast: int
 
 
-def _adapter_bytes(shape: ModelShape, options: Options) -> AdapterBytes:
-    key = ("adapter", *options.adapter_key)
+def _adapter_bytes(shape: ModelShape, options: Resolved) -> AdapterBytes:
+    key = ("adapter", *_DECIDES_ADAPTER(options))
     if key not in shape.memo:
-        shape.memo[key] = sum_parts(adapter_parts(shape, options), options)
+        shape.memo[key] = sum_parts(adapter_modules(shape, options), options)
     found: AdapterBytes = shape.memo[key]
     return found
 
 
-def sum_parts(parts: Iterable[Part], options: Options, received: Iterable[int] | None = None) -> AdapterBytes:
+def sum_parts(parts: Iterable[AdapterModule], options: Resolved, received: Iterable[int] | None = None) -> AdapterBytes:
     """Bytes of an adapter made of `parts`, as it is received and packed.
 
     Args:
@@ -543,7 +492,7 @@ def sum_parts(parts: Iterable[Part], options: Options, received: Iterable[int] |
     return AdapterBytes(packed, staged_bytes, shared, pinned, block, largest, cast)
 
 
-def _received(parts: Iterable[Part], options: Options) -> Counter[int]:
+def _received(parts: Iterable[AdapterModule], options: Resolved) -> Counter[int]:
     """How many tensors of each size in bytes are received, all in `dtype`."""
     sizes: Counter[int] = Counter()
     for part in parts:
@@ -554,7 +503,7 @@ def _received(parts: Iterable[Part], options: Options) -> Counter[int]:
 
 def combine(
     shape: ModelShape,
-    options: Options,
+    options: Resolved,
     slots: int,
     adapter: AdapterBytes,
     strategy: Strategy,
@@ -596,7 +545,7 @@ def padding(slots: int, rank: int, max_lora_rank: int) -> int:
 
 
 def _holder_tensors(
-    shape: ModelShape, options: Options, holder: str, strategy: Strategy
+    shape: ModelShape, options: Resolved, holder: str, strategy: Strategy
 ) -> Iterator[tuple[str, int, list[Tensor]]]:
     """Path, count and tensors of each kind of module of one holder."""
     if holder == "slots":
@@ -606,16 +555,8 @@ def _holder_tensors(
                 yield group.path(None, module), count, tensors
         return
     listing = packed_tensors if holder == "packed" or strategy == "stage" else staged_tensors
-    for part in adapter_parts(shape, options):
+    for part in adapter_modules(shape, options):
         yield part.path, part.count, listing(part, options)
-
-
-def _plain_options(options: Options | None) -> dict[str, Any]:
-    if options is None:
-        return {}
-    plain = {item.name: getattr(options, item.name) for item in fields(options)}
-    plain |= {name: dict(getattr(options, name)) for name in ("rank_pattern", "alpha_pattern")}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
 _MEANING = {
@@ -655,7 +596,12 @@ def _lines(result: Footprint) -> Iterator[Line]:
         "staged_bytes": ("sum over received tensors of elements * itemsize", {**adapter, "dtype": options.dtype}),
         "shared_bytes": (
             "sum over packed tensors that vLLM takes as they were staged",
-            {"scaling": options.scaling, **alpha_pattern, "dtype": options.dtype, "lora_dtype": options.lora_dtype},
+            {
+                "scaling": options.folded_scaling,
+                **alpha_pattern,
+                "dtype": options.dtype,
+                "lora_dtype": options.lora_dtype,
+            },
         ),
         "slot_bytes": (
             "sum over served modules of max_loras * (A + B elements at max_lora_rank, sliced) * itemsize",

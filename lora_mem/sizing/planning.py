@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from lora_mem.errors import SizingError
+from lora_mem.sizing.checks import whole_number
 from lora_mem.sizing.footprints import FIGURES, Footprint, footprint, html_table
+from lora_mem.sizing.options import MAX_LORA_RANKS, OptionKeywords, Options, gather, takes_options
 from lora_mem.sizing.shapes import ModelShape, known_models
-from lora_mem.sizing.tensors import MAX_LORA_RANKS, whole_number
 from lora_mem.sizing.units import gib
 
 if TYPE_CHECKING:
@@ -121,37 +122,40 @@ class Plan:
         return html_table(f"{self.footprint.model}: {verdict}", ("question", "answer", "formula"), rows)
 
 
+@takes_options
 def plan(
     model: ModelShape | dict[str, Any] | str | Path,
+    given: Options | None = None,
+    /,
     *,
-    rank: int,
     gpu_bytes: int,
     weights_bytes: int,
     kv_cache_bytes: int = 0,
     host_memory_bytes: int | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Plan:
     """Whether adapters of this kind fit, and how far they could go.
 
     Args:
         model: anything that `ModelShape.from_config` takes.
-        rank: the adapter's rank.
+        given: the options as an object; or all of them as keywords.
         gpu_bytes: memory of one GPU that the engine may use.
         weights_bytes: the model's weights in one worker, at the given parallelism.
         kv_cache_bytes: the KV cache in one worker, and whatever else must stay free (activations, CUDA graphs).
         host_memory_bytes: host memory of one node that adapters may take; without it the question is not answered.
-        options: arguments of `footprint`.
+        options: options by name, in place of those of `given`; `help(lora_mem.Options)` lists them. `rank` is needed.
 
     Raises:
         SizingError: an argument is wrong, or does not fit the model.
+        TypeError: there is no such option, or the rank is missing.
 
     """
-    shape = ModelShape.from_config(model)
+    shape, asked = ModelShape.from_config(model), gather(given, options)
     for name, value in (("gpu_bytes", gpu_bytes), ("weights_bytes", weights_bytes)):
         whole_number(name, value)
     whole_number("kv_cache_bytes", kv_cache_bytes, 0)
-    base = footprint(shape, rank=rank, **options)
-    search = _Search(shape, rank, options, gpu_bytes, weights_bytes, kv_cache_bytes)
+    base = footprint(shape, asked)
+    search = _Search(shape, asked, gpu_bytes, weights_bytes, kv_cache_bytes)
     used = weights_bytes + kv_cache_bytes + base.gpu_sync_peak_bytes
     inputs = {"gpu": gpu_bytes, "weights": weights_bytes, "kv_cache": kv_cache_bytes, "peak": base.gpu_sync_peak_bytes}
     headroom = Answer("headroom", gpu_bytes - used, "bytes", "gpu - weights - kv_cache - peak", inputs)
@@ -161,7 +165,7 @@ def plan(
         search.most_slots(),
         _most_adapters(base, host_memory_bytes),
         search.smallest_tp(),
-        *savings(shape, rank=rank, **options),
+        *savings(shape, asked),
     ]
     return Plan(used <= gpu_bytes, gpu_bytes - used, base, tuple(answers))
 
@@ -169,22 +173,21 @@ def plan(
 @dataclass(frozen=True)
 class _Search:
     shape: ModelShape
-    rank: int
-    options: Mapping[str, Any]
+    asked: Options
     gpu: int
     weights: int
     kv_cache: int
 
     def _fits(self, weights: int | None = None, **change: Any) -> bool:
         try:
-            result = footprint(self.shape, **{"rank": self.rank, **self.options, **change})
+            result = footprint(self.shape, self.asked, **change)
         except SizingError:
             return False
         return (self.weights if weights is None else weights) + self.kv_cache + result.gpu_sync_peak_bytes <= self.gpu
 
     def largest_rank(self) -> Answer:
-        ceiling = self.options.get("max_lora_rank") or MAX_LORA_RANKS[-1]
-        if any(self.options.get(name) for name in ("lora_alpha", "alpha_pattern", "rank_pattern")):
+        asked, ceiling = self.asked, self.asked.max_lora_rank or MAX_LORA_RANKS[-1]
+        if asked.lora_alpha or asked.alpha_pattern or asked.rank_pattern:
             # Where a module's rank is its alpha nothing is folded: such a rank can fit where a smaller one does not.
             best = next((rank for rank in range(ceiling, 0, -1) if self._fits(rank=rank)), 0)
         else:
@@ -194,18 +197,19 @@ class _Search:
         return Answer("largest_rank", best or None, "", formula, {"max_lora_rank": ceiling}, reason)
 
     def most_slots(self) -> Answer:
-        registered = self.options.get("max_cpu_loras")
+        registered = self.asked.max_cpu_loras
 
         def fits(slots: int) -> bool:
-            return self._fits(max_loras=slots, max_cpu_loras=max(slots, registered) if registered else slots)
+            return self._fits(max_loras=slots, max_cpu_loras=max(slots, registered or slots))
 
         best = _last(fits, MOST_SLOTS)
         reason = "" if best else "not even one slot fits"
         formula = "largest max_loras with weights + kv_cache + peak <= gpu"
-        return Answer("most_slots", best or None, "", formula, {"rank": self.rank, "at_most": MOST_SLOTS}, reason)
+        inputs = {"rank": self.asked.rank, "at_most": MOST_SLOTS}
+        return Answer("most_slots", best or None, "", formula, inputs, reason)
 
     def smallest_tp(self) -> Answer:
-        given = self.options.get("tensor_parallel_size", 1)
+        given = self.asked.tensor_parallel_size
         formula = "smallest power of two with weights * given_tp / tp + kv_cache + peak <= gpu"
         for tp in (1 << power for power in range(8)):
             if self._fits(weights=-(-self.weights * given // tp), tensor_parallel_size=tp):
@@ -234,32 +238,32 @@ def _most_adapters(base: Footprint, host_memory_bytes: int | None) -> Answer:
     return Answer(question, host_memory_bytes * registered // base.node_host_bytes, "", formula, inputs)
 
 
-def savings(model: ModelShape | dict[str, Any] | str | Path, *, rank: int, **options: Any) -> tuple[Answer, ...]:
+@takes_options
+def savings(
+    model: ModelShape | dict[str, Any] | str | Path,
+    given: Options | None = None,
+    /,
+    **options: Unpack[OptionKeywords],
+) -> tuple[Answer, ...]:
     """What each change would save, in bytes of GPU memory per worker: resident for the options, and for the hook too.
 
     The hook is measured against `keep`: an in-memory adapter that stays on the GPU.
     """
-    shape = ModelShape.from_config(model)
-    base = footprint(shape, rank=rank, **options)
-    keep = footprint(shape, rank=rank, **{**options, "strategy": "keep"})
-    changes: dict[str, tuple[Footprint, dict[str, Any]]] = {
+    shape, asked = ModelShape.from_config(model), gather(given, options)
+    base, keep = footprint(shape, asked), footprint(shape, asked, strategy="keep")
+    changes: dict[str, tuple[Footprint, OptionKeywords]] = {
         "saved_by_fully_sharded": (base, {"fully_sharded_loras": True}),
         "saved_by_ep": (base, {"enable_expert_parallel": True}),
         "saved_by_lower_max_lora_rank": (base, {"max_lora_rank": None}),
         "saved_by_offload": (keep, {"strategy": "offload"}),
     }
-    return tuple(
-        _saving(question, shape, rank, before, {**options, **change}, change)
-        for question, (before, change) in changes.items()
-    )
+    return tuple(_saving(question, shape, asked, before, change) for question, (before, change) in changes.items())
 
 
-def _saving(
-    question: str, shape: ModelShape, rank: int, before: Footprint, options: dict[str, Any], change: dict[str, Any]
-) -> Answer:
+def _saving(question: str, shape: ModelShape, asked: Options, before: Footprint, change: OptionKeywords) -> Answer:
     formula = "gpu_resident before - gpu_resident after"
     try:
-        after = footprint(shape, rank=rank, **options)
+        after = footprint(shape, asked, **change)
     except SizingError as error:
         return Answer(question, None, "bytes", formula, change, str(error))
     inputs = {"before": before.gpu_resident_bytes, "after": after.gpu_resident_bytes, **change}

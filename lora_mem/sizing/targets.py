@@ -12,7 +12,7 @@ from lora_mem.sizing.modules import Experts, Group, Linear, Module, join
 from lora_mem.sizing.shapes import ModelShape
 
 if TYPE_CHECKING:
-    from lora_mem.sizing.tensors import Options
+    from lora_mem.sizing.resolving import Resolved
 
 Value = TypeVar("Value")
 
@@ -92,7 +92,14 @@ def scaling_of(alpha: float, rank: int, use_rslora: bool) -> float:
     return alpha / sqrt(rank) if use_rslora else alpha / rank
 
 
-def expert_names(module: Experts, options: Options) -> tuple[str, ...]:
+def deployed(path: str, module: Module, targets: tuple[str, ...] | None) -> bool:
+    """vLLM's `is_in_target_modules`: the last part of the path, the whole path, or a packed child; None: all."""
+    if targets is None or path.rpartition(".")[2] in targets or path in targets:
+        return True
+    return isinstance(module, Linear) and any(child.name in targets for child in module.children)
+
+
+def expert_names(module: Experts, options: Resolved) -> tuple[str, ...]:
     """What the adapter calls the projections of an expert, in the order w1, w2, w3 (or gate_up, down)."""
     if options.enable_moe_shared_loras:
         return ("w1", "w2", "w3")
@@ -103,7 +110,7 @@ def expert_names(module: Experts, options: Options) -> tuple[str, ...]:
     return module.children
 
 
-def child_paths(module: Module, options: Options, path: str, expert: int = 0) -> list[str]:
+def child_paths(module: Module, options: Resolved, path: str, expert: int = 0) -> list[str]:
     """PEFT's path of each child of a module at `path`: of one expert, where experts have tensors of their own."""
     if isinstance(module, Linear):
         parent = path.rpartition(".")[0]
@@ -112,7 +119,7 @@ def child_paths(module: Module, options: Options, path: str, expert: int = 0) ->
     return [f"{inner}.{name}" for name in expert_names(module, options)]
 
 
-def chosen(module: Module, options: Options) -> tuple[bool, ...]:
+def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
     """Which children of a module `target_modules` names.
 
     Raises:
@@ -140,7 +147,7 @@ def chosen(module: Module, options: Options) -> tuple[bool, ...]:
     return found
 
 
-def rank_and_unscaled(name: str, options: Options) -> tuple[int, bool]:
+def rank_and_unscaled(name: str, options: Resolved) -> tuple[int, bool]:
     """The rank of a module, by PEFT's name for it, and whether its scaling is 1: vLLM's `get_rank_and_scaling`."""
     rank = match_pattern(options.rank_pattern, name, options.rank)
     alpha = match_pattern(options.alpha_pattern, name, options.lora_alpha)
@@ -148,7 +155,7 @@ def rank_and_unscaled(name: str, options: Options) -> tuple[int, bool]:
 
 
 def ranks_in_layer(
-    group: Group, module: Module, layer: int, taken: tuple[bool, ...], options: Options
+    group: Group, module: Module, layer: int, taken: tuple[bool, ...], options: Resolved
 ) -> tuple[tuple[int, bool], ...]:
     """The rank of each child in one layer and whether its scaling is 1; 0 and False where it is not `taken`.
 
@@ -174,7 +181,7 @@ def ranks_in_layer(
     return tuple((different.pop(), False) for different in ranks)
 
 
-def check_targets(shape: ModelShape, options: Options) -> None:
+def check_targets(shape: ModelShape, options: Resolved) -> None:
     """Refuse a name or a pattern that no module matches: PEFT and vLLM would leave it out without a word.
 
     Raises:
@@ -196,7 +203,7 @@ def check_targets(shape: ModelShape, options: Options) -> None:
                 raise SizingError(argument, pattern, f"matches no module of {shape.name} that the adapter targets")
 
 
-def _adapted(shape: ModelShape, options: Options) -> Iterator[str]:
+def _adapted(shape: ModelShape, options: Resolved) -> Iterator[str]:
     """PEFT's path of each module that the adapter has, experts one by one."""
     for group in shape.groups:
         for module in group.modules:

@@ -1,0 +1,102 @@
+"""What one value may be: each check returns the value, or raises a `SizingError` that names it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lora_mem.errors import SizingError
+
+LARGEST_FLOAT = sys.float_info.max
+Value = TypeVar("Value")
+Check = Callable[[str, Any], Any]
+
+
+def whole_number(name: str, value: object, minimum: int = 1) -> int:
+    """The value, if it is a whole number of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise SizingError(name, value, f"must be a whole number >= {minimum}")
+    return value
+
+
+def zero_or_more(name: str, value: object) -> int:
+    """The value, if it is a whole number of at least 0."""
+    return whole_number(name, value, 0)
+
+
+def positive_number(name: str, value: object) -> float:
+    """The value, if it is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
+        raise SizingError(name, value, "must be a finite number above 0")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """The value, if it is True or False."""
+    if not isinstance(value, bool):
+        raise SizingError(name, value, "must be True or False")
+    return value
+
+
+def one_of(allowed: Sequence[object], why: str = "") -> Check:
+    """A check that takes what is `allowed`; `why` ends the error."""
+
+    def check(name: str, value: object) -> object:
+        if type(value) is not type(allowed[0]) or value not in allowed:
+            raise SizingError(name, value, f"must be one of {', '.join(map(str, allowed))}{why}")
+        return value
+
+    return check
+
+
+def module_names(name: str, value: Any) -> str | tuple[str, ...]:
+    """`all-linear`, or one or more names of modules as a tuple."""
+    if value == "all-linear":
+        return "all-linear"
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence | set) else ()
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise SizingError(name, value, "must be all-linear, or one or more names of modules")
+    if "all-linear" in names:
+        raise SizingError(name, list(names), "all-linear must stand alone")
+    return names
+
+
+def deployment_names(name: str, value: Any) -> tuple[str, ...]:
+    """One or more names of modules as a tuple."""
+    names = module_names(name, value)
+    if isinstance(names, str):
+        raise SizingError(name, names, "must name modules; leave it out for all of them")
+    return names
+
+
+def check_pattern(name: str, value: Any, check: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
+    """The entries of PEFT's `rank_pattern` or `alpha_pattern`, if keys are regular expressions and `check` allows all.
+
+    Raises:
+        SizingError: they are not; names the entry.
+
+    """
+    if isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value):
+        value = dict(value)  # as this function returned it
+    if value is not None and not isinstance(value, Mapping):
+        raise SizingError(name, value, "must be a dict of names or regular expressions to numbers")
+    entries = []
+    for key, number in (value or {}).items():
+        try:
+            re.compile(rf"(.*\.)?({key})$" if isinstance(key, str) else key)
+        except (re.error, TypeError) as error:
+            raise SizingError(f"{name} key", key, f"must be a name or a regular expression ({error})") from None
+        entries.append((key, check(f"{name}[{key!r}]", number)))
+    return tuple(entries)
+
+
+def rank_pattern(name: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """PEFT's `rank_pattern` as a tuple of its entries."""
+    return check_pattern(name, value, whole_number)
+
+
+def alpha_pattern(name: str, value: Any) -> tuple[tuple[str, float], ...]:
+    """PEFT's `alpha_pattern` as a tuple of its entries."""
+    return check_pattern(name, value, positive_number)
