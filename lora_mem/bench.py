@@ -17,6 +17,7 @@ from lora_mem.observe.progress import progress
 from lora_mem.observe.results import Bench, Held, Sync
 from lora_mem.observe.watching import watched
 from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.options import Options
 from lora_mem.sizing.resolving import slot_rank
 from lora_mem.staging.counters import pinned_by_torch, resident
 from lora_mem.staging.pinned import HostBlock
@@ -371,8 +372,8 @@ def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport:
     targets = ["experts"] if transport.experts else "all-linear"
     try:
         # By offload, whose staged tensors are as received: stage has the packed ones only.
-        asked = {"rank": rank, "max_lora_rank": max_lora_rank, "target_modules": targets, "strategy": "offload"}
-        figures = footprint(config, **asked).to_dict()
+        asked = Options(rank=rank, max_lora_rank=max_lora_rank, target_modules=targets, strategy="offload")
+        figures = footprint(config, asked).to_dict()
     except SizingError:
         return {}
     return {key: figures[key] for key in ("packed_bytes", "staged_bytes", "shared_bytes", "slot_bytes")}
