@@ -35,6 +35,7 @@ main { margin: 0 auto; max-width: 76rem; }
 main img { max-width: 100%; height: auto; }
 main .scroll { overflow-x: auto; }
 main table caption { text-align: left; font-weight: 600; }
+main .jp-RenderedHTMLCommon tr > :first-child { text-align: left; white-space: pre-wrap; }
 @media print { details { display: none; } }
 </style>
 {% endblock %}"""
@@ -85,7 +86,8 @@ def render(folder: str | Path) -> str:
         output = new_output("display_data", {"text/html": f'<div class="jp-RenderedHTMLCommon">{page}</div>'})
         cells.append(new_code_cell(outputs=[output], id=f"section-{number}"))
     title = re.search(r"^# (.+)$", text, re.MULTILINE)
-    exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input=True, exclude_output_prompt=True)
+    hidden = {"exclude_input": True, "exclude_input_prompt": True, "exclude_output_prompt": True}
+    exporter = HTMLExporter(raw_template=_TEMPLATE, **hidden)
     exporter.register_filter("markdown2html", partial(_markdown, folder))
     notebook = new_notebook(cells=cells, metadata={"title": title[1] if title else folder.resolve().name})
     page, _ = exporter.from_notebook_node(notebook)
