@@ -16,11 +16,12 @@ QUIET := KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR VLLM_LOGGING_LEVEL=ERROR
 COMPARED := $(QUIET) LORA_MEM_PROGRESS=0
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help env demo test notebooks lab clean
+.PHONY: help env demo check test test-all notebooks lab clean
 
 help:
 	@echo "make demo       the size of an adapter, then its life in a real vLLM engine, with the hook and without"
-	@echo "make test       lint, types, tests and notebooks"
+	@echo "make test       lint, types, imports, tests and notebooks; make check runs the first three"
+	@echo "make test-all   the same with the slowest tables whole instead of sampled"
 	@echo "make notebooks  run the notebooks and save them with their output"
 	@echo "make lab        open the notebooks in JupyterLab"
 	@echo "make clean      remove .venv and what tools left behind"
@@ -34,12 +35,19 @@ demo: env
 	$(PY) -m lora_mem size $(MODEL) --rank $(RANK) --strategy stage
 	$(PY) -m lora_mem.demo
 
-test: env
+test: env check
+	$(PY) -m pytest
+	$(COMPARED) $(PY) -m pytest --nbval --nbval-current-env notebooks
+
+test-all: env check
+	$(PY) -m pytest -m ""
+	$(COMPARED) $(PY) -m pytest --nbval --nbval-current-env notebooks
+
+check: env
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest
-	$(COMPARED) $(PY) -m pytest --nbval --nbval-current-env notebooks
+	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 notebooks: env
 	$(COMPARED) $(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.record_timing=False $(NOTEBOOKS)

