@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lora_mem import bench, cli, testing
 from lora_mem.observe.results import Bench
 from lora_mem.sizing import shapes
-from lora_mem.sizing.rules import ServedModule
+from lora_mem.sizing.serving import ServedModule
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.units import aligned
 

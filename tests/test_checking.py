@@ -13,7 +13,9 @@ from hypothesis import strategies as st  # noqa: E402
 
 from lora_mem.errors import AdapterError  # noqa: E402
 from lora_mem.sizing import rules  # noqa: E402
-from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, check_adapter, compact  # noqa: E402
+from lora_mem.sizing.peft_config import plain_config  # noqa: E402
+from lora_mem.sizing.serving import ServedModel, ServedModule, TensorName  # noqa: E402
+from lora_mem.sizing.wording import compact  # noqa: E402
 from lora_mem.staging.tensors import check_tensors  # noqa: E402
 
 EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
@@ -45,7 +47,7 @@ def adapter(modules, rank=4):
 
 
 def check(shapes, names, rank=4, served=SERVED):
-    check_adapter(shapes, names, lambda module: rank, served)
+    rules.check(shapes, names, served, lambda module: rank).require()
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8])
@@ -175,8 +177,8 @@ def test_a_config_may_be_a_dict_or_an_object():
 
     expected = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     for config in (dataclasses.asdict(Config()), Config(), WithToDict()):
-        assert rules.plain_config(config) == expected
-    assert rules.plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
+        assert plain_config(config) == expected
+    assert plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
     for config, message in [
         (3, "adapter_config is a int"),
         ({"lora_alpha": 1}, r"adapter_config\['r'\] is None"),
@@ -189,20 +191,26 @@ def test_a_config_may_be_a_dict_or_an_object():
             {"r": 8, "lora_alpha": 1, "rank_pattern": [1]},
             r"adapter_config\['rank_pattern'\] is \[1\]; it must be a dict",
         ),
-        ({"r": 8, "lora_alpha": 1, "rank_pattern": {"(": 4}}, "is '\\(', which is no regular expression"),
+        (
+            {"r": 8, "lora_alpha": 1, "rank_pattern": {"(": 4}},
+            r"\['rank_pattern'\] is {'\(': 4}; it must be a dict of names or regular",
+        ),
         ({"r": 8, "lora_alpha": 1, "alpha_pattern": {"q": "4"}}, r"\['alpha_pattern'\]\['q'\] is '4'"),
         ({"r": 8, "lora_alpha": 1, "target_modules": 3}, r"\['target_modules'\] is 3; it must be a list of names"),
-        ({"r": 8, "lora_alpha": 1, "peft_type": "IA3"}, r"\['peft_type'\] is 'IA3'; vLLM serves LORA only"),
+        ({"r": 8, "lora_alpha": 1, "peft_type": "IA3"}, r"\['peft_type'\] is 'IA3'; it must be LORA: vLLM serves no"),
         ({"r": 8, "lora_alpha": 1, "use_rslora": "yes"}, r"\['use_rslora'\] is 'yes'; it must be True or False"),
         ({"r": 8, "lora_alpha": 1, "exclude_modules": [3]}, r"\['exclude_modules'\] is \[3\]; it must be a list of"),
         ({"r": 8, "lora_alpha": 1, "exclude_modules": "("}, r"\['exclude_modules'\] is '\('"),
         ({"r": 8, "lora_alpha": 1, "layers_to_transform": ["1"]}, r"\['layers_to_transform'\] is \['1'\]; it must be"),
-        ({"r": 8, "lora_alpha": 1, "target_modules": "("}, "which is no regular expression"),
+        (
+            {"r": 8, "lora_alpha": 1, "target_modules": "("},
+            r"\['target_modules'\] is '\('; it must be a list of names or a regular expr",
+        ),
         ({"r": 8, "lora_alpha": 1, ("a",): 1}, "is not plain values"),
         ({"r": 8, "lora_alpha": -1}, r"adapter_config\['lora_alpha'\] is -1"),
     ]:
         with pytest.raises(AdapterError, match=message):
-            rules.plain_config(config)
+            plain_config(config)
 
 
 def test_many_names_are_written_as_ranges_and_few_in_full():

@@ -22,6 +22,7 @@ from lora_mem import testing
 from lora_mem.errors import AdapterError
 from lora_mem.sizing import footprints
 from lora_mem.sizing.adapters import read_adapter
+from lora_mem.sizing.peft_config import plain_config
 from lora_mem.sizing.targets import targeted
 
 RANK = 8
@@ -956,7 +957,7 @@ def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manag
 
 
 def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, manager, monkeypatch):
-    from lora_mem.sizing.rules import ServedModule
+    from lora_mem.sizing.serving import ServedModule
 
     served = hook.served_model(manager)
     name = "model.layers.0.self_attn.o_proj"
@@ -989,7 +990,7 @@ def test_layouts_are_remembered_by_what_decides_them_and_not_without_end(hook, m
 
 def test_targets_are_matched_as_peft_does(hook, manager):
     def announced(**config):
-        return hook._announced(manager, hook.rules.plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
+        return hook._announced(manager, plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
 
     every = announced(target_modules="all-linear")
     assert (

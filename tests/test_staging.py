@@ -23,7 +23,8 @@ from vllm.lora.model_manager import AdapterLRUCache, LoRAModelManager
 
 from lora_mem import vllm_hook
 from lora_mem.errors import AdapterError
-from lora_mem.sizing import rules, units
+from lora_mem.sizing import units
+from lora_mem.sizing.peft_config import plain_config
 from lora_mem.staging.device_copies import DeviceCopies
 from lora_mem.staging.layout import Announced, Layout
 from lora_mem.staging.pinned import HostBlock
@@ -397,7 +398,7 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     everything = peft.get_peft_model_state_dict(model)
     tensors = {name: tensor for name, tensor in everything.items() if "experts" in name}
     assert len(tensors) == 4
-    adapter_config = rules.plain_config(model.peft_config["default"])
+    adapter_config = plain_config(model.peft_config["default"])
     manager, layer = worker(layout)
     expected = vllm_slots(manager, layer, tensors, adapter_config, True, None)
     receiver = receive(manager, tensors, adapter_config, [[name] for name in reversed(tensors)])

@@ -1,7 +1,4 @@
-"""A real adapter: its tensors by name, shape and dtype, read without loading them, and what vLLM would do with each.
-
-Names as vLLM 0.33.0 parses them (`parse_fine_tuned_lora_name`, `check_unexpected_modules` in `vllm/lora`).
-"""
+"""A real adapter: its config and its tensors by name, shape and dtype, read without loading them."""
 
 from __future__ import annotations
 
@@ -14,13 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.checks import check_pattern, positive_number, whole_number
+from lora_mem.sizing import peft_config, rules
 from lora_mem.sizing.footprints import Footprint, combine, footprint, packed_rows, sum_parts
-from lora_mem.sizing.modules import Experts, Group, Linear, Module, parse_object, read_bytes
+from lora_mem.sizing.modules import Experts, Module, parse_object, read_bytes
 from lora_mem.sizing.options import ITEMSIZE, MAX_LORA_RANKS, RECEIVED_ITEMSIZE
 from lora_mem.sizing.resolving import Resolved, slot_rank
+from lora_mem.sizing.rules import AdapterCheck
+from lora_mem.sizing.serving import ServedModule, ServedShape, serve
 from lora_mem.sizing.shapes import ModelShape
-from lora_mem.sizing.targets import match_pattern, scaling_of
+from lora_mem.sizing.targets import expert_names, rank_and_scaling, scaling_of
 from lora_mem.sizing.tensors import AdapterModule, check_sharded_ranks, local_experts
 
 # Dtypes of a safetensors header: torch's name and the bits of an element.
@@ -49,6 +48,9 @@ DTYPES = {
 DECIDED = frozenset(
     {"rank", "rank_pattern", "scaling", "lora_alpha", "alpha_pattern", "use_rslora", "target_modules", "dtype"}
 )
+_SKIPPED = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # copies of the base model's
+# Arguments of `footprint` and of `check` that say in which layouts routed experts are taken.
+_FORMATS = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras")
 LARGEST_HEADER = 100_000_000  # as the safetensors library has it
 
 
@@ -74,26 +76,12 @@ class Adapter:
     @property
     def rank(self) -> int:
         """The largest rank in the config, as vLLM compares it with max_lora_rank."""
-        pattern = self.config.get("rank_pattern") or {}
-        ranks: list[int] = [self.config["r"], *pattern.values()]
-        return max(ranks)
+        return peft_config.largest_rank(self.config)
 
     @property
     def scaling(self) -> float:
         """What vLLM folds into B of a module that no pattern names: alpha / r, or alpha / sqrt(r) for rsLoRA."""
         return scaling_of(self.config["lora_alpha"], self.config["r"], bool(self.config.get("use_rslora")))
-
-    def scaling_at(self, module: str) -> float:
-        """What vLLM folds into B of a module, by the module's name in the adapter (`get_rank_and_scaling`)."""
-        ranks, alphas = (self.config.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-        # Fused experts have names of their own in the file; patterns are for those of the parameters.
-        if module.endswith(".experts.base_layer"):
-            module = module.removesuffix(".base_layer") + ".gate_up_proj"
-        elif module.endswith(".experts"):
-            module += ".down_proj"
-        rank = match_pattern(ranks.items(), module, self.config["r"])
-        alpha = match_pattern(alphas.items(), module, self.config["lora_alpha"])
-        return scaling_of(alpha, rank, bool(self.config.get("use_rslora")))
 
     @property
     def staged_bytes(self) -> int:
@@ -101,16 +89,37 @@ class Adapter:
         return sum(_sizes(self.tensors))
 
     def check(
-        self, model: ModelShape | dict[str, Any] | str | Path, *, max_lora_rank: int | None = None
+        self,
+        model: ModelShape | dict[str, Any] | str | Path,
+        *,
+        max_lora_rank: int | None = None,
+        enable_mixed_moe_lora_format: bool = False,
+        enable_moe_shared_loras: bool = False,
     ) -> AdapterCheck:
         """What vLLM would do with this adapter on `model`: with its config, and with each tensor.
 
         Args:
             model: anything that `ModelShape.from_config` takes.
             max_lora_rank: of the engine; the smallest that vLLM allows for the config's ranks where it is not given.
+            enable_mixed_moe_lora_format: of the engine.
+            enable_moe_shared_loras: of the engine.
 
         """
-        return _check(self, ModelShape.from_config(model), max_lora_rank)
+        shape, slots = ModelShape.from_config(model), self._slots(max_lora_rank)
+        served = serve(shape, slots, mixed=enable_mixed_moe_lora_format, shared=enable_moe_shared_loras)
+        return self._check(served, max_lora_rank)
+
+    def _slots(self, max_lora_rank: int | None) -> int:
+        """`max_lora_rank` of the engine, also where the config's ranks are above what vLLM allows."""
+        limit = MAX_LORA_RANKS[-1] if max_lora_rank is None else slot_rank(1, max_lora_rank)
+        return slot_rank(min(self.rank, limit), max_lora_rank)
+
+    def _check(self, model: ServedShape, max_lora_rank: int | None) -> AdapterCheck:
+        shapes = {tensor.name: tensor.shape for tensor in self.tensors}
+        read = {name: model.read_name(name) for name in shapes if not name.endswith(_SKIPPED)}
+        refusals = dict(peft_config.refusals(self.config, max_lora_rank or MAX_LORA_RANKS[-1]))
+        found = rules.check(shapes, read, model.served, refused_for=refusals)
+        return replace(found, ignored_bytes=sum(one.nbytes for one in self.tensors if one.name in found.ignored))
 
     def footprint(self, model: ModelShape | dict[str, Any] | str | Path, **options: Any) -> Footprint:
         """The footprint of this very adapter: module by module with the ranks that its tensors have.
@@ -131,22 +140,19 @@ class Adapter:
             raise SizingError(option, options[option], "must be left out: the adapter decides it")
         shape, given = ModelShape.from_config(model), dict(options)
         max_lora_rank = given.pop("max_lora_rank", None)
-        found = self.check(shape, max_lora_rank=max_lora_rank)
+        slots = self._slots(max_lora_rank)
+        mixed, shared = (bool(given.get(name)) for name in _FORMATS)
+        served = serve(shape, slots, mixed=mixed, shared=shared)
+        found = self._check(served, max_lora_rank)
         for what, (value, reason) in found.refused_for.items():
             raise SizingError(f"{self.name}: {what}", value, reason)
         for name, reason in found.refused.items():
             raise SizingError(f"{self.name}: tensor", name, f"{reason} ({len(found.refused)} tensors in all)")
-        dtypes = sorted({one.tensor.dtype for one in found.received})
-        if other := [one.tensor for one in found.received if one.tensor.dtype not in RECEIVED_ITEMSIZE]:
-            allowed = f"cannot be staged; allowed are {', '.join(RECEIVED_ITEMSIZE)} (vLLM's own loader casts any)"
-            raise SizingError(f"{self.name}: dtype of {other[0].name}", other[0].dtype, allowed)
-        given.setdefault("lora_dtype", "bfloat16")
-        if given["lora_dtype"] == "auto":
-            if len(dtypes) != 1 or dtypes[0] not in ITEMSIZE:
-                raise SizingError("lora_dtype", "auto", f"must be named for an adapter of {' and '.join(dtypes)}")
-            given["dtype"] = dtypes[0]
+        received = list(self._received(served, found))
+        given |= self._dtypes(received, given.get("lora_dtype", "bfloat16"))
+        if any(one.takes.packed_in for one in received):
+            given.setdefault("is_3d_lora_weight", any(one.takes.fused for one in received))
         # The engine by itself: whatever its slots' rank is, they can be sliced by it.
-        slots = slot_rank(self.rank, max_lora_rank)
         base = footprint(shape, rank=slots, max_lora_rank=slots, **given)
         assert base.options is not None
         wanted = replace(
@@ -157,17 +163,72 @@ class Adapter:
             alpha_pattern=tuple((self.config.get("alpha_pattern") or {}).items()),
             use_rslora=bool(self.config.get("use_rslora")),
             target_modules=("the adapter's own",),
-            dtype=" and ".join(dtypes),
+            dtype=" and ".join(_dtypes(received)),
         )
-        check_sharded_ranks(found.parts, wanted)
-        mine = max(
-            (found.received_by(worker, wanted) for worker in range(wanted.expert_parallel_size)),
-            key=lambda received: sum(_sizes(one.tensor for one in received)),
+        parts = tuple(_parts(received, served, wanted))
+        check_sharded_ranks(parts, wanted)
+        workers = (
+            [one for one in received if one.worker(wanted) in (None, worker)]
+            for worker in range(wanted.expert_parallel_size)
         )
-        sizes = sum_parts(found.parts, wanted, _sizes(one.tensor for one in mine))
-        rows = [*packed_rows(found.parts, wanted)]
-        rows += packed_rows(found.parts, wanted, "staged") if base.strategy == "stage" else _staged_rows(mine)
+        mine = max(workers, key=lambda theirs: sum(_sizes(_tensors(theirs))))
+        sizes = sum_parts(parts, wanted, _sizes(_tensors(mine)))
+        rows = [*packed_rows(parts, wanted)]
+        rows += packed_rows(parts, wanted, "staged") if base.strategy == "stage" else _staged_rows(mine)
         return combine(shape, wanted, base.slot_bytes, sizes, base.strategy, base.workers_per_node, tuple(rows))
+
+    def _received(self, model: ServedShape, found: AdapterCheck) -> Iterator[Received]:
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        scaling = (
+            self.config["lora_alpha"],
+            (self.config.get("alpha_pattern") or {}).items(),
+            bool(self.config.get("use_rslora")),
+        )
+        ranks = (self.config.get("rank_pattern") or {}).items()
+        for module, (a, b) in found.served.items():
+            name, takes = model.read_name(a), model.served.modules[module]
+            assert name is not None
+            _, scale = rank_and_scaling(name.peft_module, self.config["r"], ranks, *scaling)
+            yield Received(*model.places[module], takes, tensors[a], tensors[b], takes.expert is None and scale == 1)
+
+    def _dtypes(self, received: Iterable[Received], lora_dtype: str) -> dict[str, str]:
+        """Options for dtypes: those of the adapter must be ones that can be staged."""
+        dtypes = _dtypes(received)
+        for tensor in _tensors(received):
+            if tensor.dtype not in RECEIVED_ITEMSIZE:
+                allowed = f"cannot be staged; allowed are {', '.join(RECEIVED_ITEMSIZE)} (vLLM's own loader casts any)"
+                raise SizingError(f"{self.name}: dtype of {tensor.name}", tensor.dtype, allowed)
+        if lora_dtype != "auto":
+            return {"lora_dtype": lora_dtype}
+        if len(dtypes) != 1 or dtypes[0] not in ITEMSIZE:
+            raise SizingError("lora_dtype", "auto", f"must be named for an adapter of {' and '.join(dtypes)}")
+        return {"lora_dtype": "auto", "dtype": dtypes[0]}
+
+
+class Received(NamedTuple):
+    """The two factors of a module, and where it belongs: `path` has `*` for the layer's number."""
+
+    path: str
+    module: Module
+    layer: int
+    takes: ServedModule
+    a: AdapterTensor
+    b: AdapterTensor
+    unscaled: bool  # the scaling is 1, so that nothing is folded into B
+
+    def worker(self, options: Resolved) -> int | None:
+        """The expert-parallel rank that the expert lives in; None where every worker is given the factors."""
+        if self.takes.expert is None or not isinstance(self.module, Experts):
+            return None
+        return self.takes.expert // local_experts(self.module, options)
+
+
+def _tensors(received: Iterable[Received]) -> list[AdapterTensor]:
+    return [tensor for one in received for tensor in (one.a, one.b)]
+
+
+def _dtypes(received: Iterable[Received]) -> list[str]:
+    return sorted({tensor.dtype for tensor in _tensors(received)})
 
 
 def _sizes(tensors: Iterable[AdapterTensor]) -> list[int]:
@@ -185,54 +246,36 @@ def _sizes(tensors: Iterable[AdapterTensor]) -> list[int]:
 def _staged_rows(received: Iterable[Received]) -> Iterator[dict[str, Any]]:
     kinds: dict[str, list[Received]] = defaultdict(list)
     for one in received:
-        kinds[one.place.key[0]].append(one)
+        kinds[one.path].append(one)
     for path, found in kinds.items():
-        row = {"holder": "staged", "module": path, "count": len({one.place.layer for one in found})}
-        size = sum(_sizes(one.tensor for one in found))
-        yield {**row, "formula": "sum over received tensors of their own bytes", "bytes": size}
+        row = {"holder": "staged", "module": path, "count": len({one.layer for one in found})}
+        formula = "sum over received tensors of their own bytes"
+        yield {**row, "formula": formula, "bytes": sum(_sizes(_tensors(found)))}
 
 
-class Received(NamedTuple):
-    """A factor of the adapter, and the module that it is for."""
+class _Pair(NamedTuple):
+    """What of a module's two factors decides the bytes."""
 
-    tensor: AdapterTensor
-    place: _Place
+    rank: int = 0
+    dtypes: tuple[str, str] = ("", "")
+    unscaled: bool = False
 
 
-@dataclass(frozen=True)
-class AdapterCheck:
-    """What becomes of an adapter's tensors in vLLM.
-
-    `served` are module names that have a module in the model; `ignored` are tensors that vLLM loads and never uses, or
-    skips, with the reason; `refused` are those for which it refuses the whole adapter. `refused_for` is what else it
-    refuses the adapter for: a field of its config, its value and the reason.
-    """
-
-    served: tuple[str, ...]
-    ignored: Mapping[str, str]
-    refused: Mapping[str, str]
-    refused_for: Mapping[str, tuple[object, str]]
-    ignored_bytes: int
-    parts: tuple[AdapterModule, ...]
-    received: tuple[Received, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether vLLM takes the adapter and uses all of it."""
-        return not self.ignored and not self.refused and not self.refused_for
-
-    def received_by(self, worker: int, options: Resolved) -> list[Received]:
-        """The factors that a worker is given: with expert parallelism none of the experts that live in others."""
-        return [one for one in self.received if one.place.worker(options) in (None, worker)]
-
-    def __repr__(self) -> str:
-        """Plain and stable."""
-        lines = [f"AdapterCheck: {len(self.served)} modules served, {len(self.ignored)} tensors ignored,"]
-        lines[0] += f" {len(self.refused)} refused"
-        lines += [f"  refused for {what}={value!r}: {why}" for what, (value, why) in self.refused_for.items()]
-        lines += [f"  ignored {name}: {reason}" for name, reason in list(self.ignored.items())[:10]]
-        lines += [f"  refused {name}: {reason}" for name, reason in list(self.refused.items())[:10]]
-        return "\n".join(lines)
+def _parts(received: Iterable[Received], model: ServedShape, options: Resolved) -> Iterator[AdapterModule]:
+    """The modules of the adapter, in the model's order; layers that have the same of one are counted together."""
+    found: dict[str, dict[int, dict[int, _Pair]]] = defaultdict(lambda: defaultdict(dict))
+    for one in received:
+        children = found[one.path][one.layer]
+        child, dtypes = one.takes.projections[0][0], (one.a.dtype, one.b.dtype)
+        if child in children and children[child].dtypes != dtypes:
+            dtypes = ("", "")  # experts of several dtypes are not stacked before they are cast
+        children[child] = _Pair(one.a.shape[-2] // one.takes.experts, dtypes, one.unscaled)
+    for path, module in dict.fromkeys((path, module) for path, module, _ in model.places.values()):
+        count = len(expert_names(module, options) if isinstance(module, Experts) else module.children)
+        kinds = Counter(tuple(one.get(child, _Pair()) for child in range(count)) for one in found[path].values())
+        for kind, times in kinds.items():
+            ranks, dtypes_of, unscaled = zip(*kind, strict=True)
+            yield AdapterModule(path, module, times, ranks, dtypes_of, unscaled)
 
 
 def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Adapter:
@@ -263,19 +306,10 @@ def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, An
             config = parse_object(read_bytes(config_path, "adapter"), "adapter", str(config_path))
     else:
         raise SizingError("source", source, "must be the directory of an adapter, or a dict of tensors")
-    _check_config(config, f"{name}: config field ")
+    for (field, *keys), value, allowed in peft_config.problems(config):
+        where = "".join(f"[{key!r}]" for key in keys)
+        raise SizingError(f"{name}: config field {field}{where}", value, allowed)
     return Adapter(name, config, tensors)
-
-
-def _check_config(config: Mapping[str, Any], what: str) -> None:
-    """Refuse a config whose ranks and alphas are no such numbers, or whose lists are none."""
-    whole_number(f"{what}r", config.get("r"))
-    positive_number(f"{what}lora_alpha", config.get("lora_alpha"))
-    check_pattern(f"{what}rank_pattern", config.get("rank_pattern"), whole_number)
-    check_pattern(f"{what}alpha_pattern", config.get("alpha_pattern"), positive_number)
-    saved = config.get("modules_to_save")
-    if saved is not None and not (isinstance(saved, list | tuple) and all(isinstance(one, str) for one in saved)):
-        raise SizingError(f"{what}modules_to_save", saved, "must be a list of names, or null")
 
 
 def _file(directory: Path, name: str) -> Path:
@@ -350,220 +384,3 @@ def _from_dict(tensors: Mapping[str, Any]) -> Iterator[AdapterTensor]:
         storage = (address, tuple(tensor.shape), str(tensor.dtype)) if address else None
         dtype = str(tensor.dtype).rpartition(".")[2]
         yield AdapterTensor(name, tuple(tensor.shape), dtype, int(tensor.nbytes), storage)
-
-
-# Names
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a name of the adapter belongs: a child of a module of a layer; `expert` for one of the routed experts."""
-
-    group: Group
-    module: Module
-    layer: int
-    child: int
-    inputs: int
-    outputs: int
-    copies: int = 1  # experts within one tensor
-    expert: int | None = None
-
-    def worker(self, options: Resolved) -> int | None:
-        """The expert-parallel rank that the expert lives in; None where every worker has it."""
-        if self.expert is None or not isinstance(self.module, Experts):
-            return None
-        return self.expert // local_experts(self.module, options)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.group.path(None, self.module), self.layer
-
-
-def _places(shape: ModelShape) -> dict[str, _Place]:
-    """Every module name that an adapter of this model can have, in PEFT's and in vLLM's spelling."""
-    places: dict[str, _Place] = {}
-    for group in shape.groups:
-        for layer in group.layers if group.stage == "layers" else (0,):
-            for module in group.modules:
-                for path in {group.peft_path(layer, module), group.path(layer, module)}:
-                    for name, place in _module_places(group, module, layer, path):
-                        places[name] = place
-    return places
-
-
-def _module_places(group: Group, module: Module, layer: int, path: str) -> Iterator[tuple[str, _Place]]:
-    if isinstance(module, Linear):
-        parent = path.rpartition(".")[0]
-        for index, child in enumerate(module.children):
-            name = f"{parent}.{child.name}" if parent else child.name
-            yield name, _Place(group, module, layer, index, module.input_size, child.output_size)
-        return
-    hidden, inter, count = module.hidden_size, module.intermediate_size, module.num_experts
-    if module.layout == "fused":
-        yield f"{path}.base_layer", _Place(group, module, layer, 0, hidden, 2 * inter, count)
-        yield path, _Place(group, module, layer, 1, inter, hidden, count)
-        return
-    for expert in range(count):
-        for index, projection in enumerate(module.children):
-            inputs, outputs = (inter, hidden) if index == 1 else (hidden, inter)
-            yield f"{path}.{expert}.{projection}", _Place(group, module, layer, index, inputs, outputs, 1, expert)
-
-
-def _parse(name: str) -> tuple[str, str] | None:
-    """Module and factor (A or B) of a tensor's name; None where vLLM cannot parse it."""
-    name = name.removeprefix("base_model.model.")
-    for end, factor in (
-        (".lora_A.weight", "A"),
-        (".lora_B.weight", "B"),
-        (".lora_embedding_A", "A"),
-        (".lora_embedding_B", "B"),
-    ):
-        if name.endswith(end):
-            return name.removesuffix(end), factor
-    return None
-
-
-# PEFT's features that vLLM reads only to refuse them.
-UNSUPPORTED = {
-    "use_dora": "vLLM has no DoRA",
-    "lora_bias": "vLLM has no bias in LoRA",
-    "alora_invocation_tokens": "vLLM has no activated LoRA (aLoRA)",
-    "layer_replication": "vLLM has no layer_replication",
-    "use_bdlora": "vLLM has no block-diagonal LoRA (BD-LoRA)",
-    "use_qalora": "vLLM has no QALoRA",
-}
-# The inits of PEFT that leave the base model's weights as they are; others change them, which vLLM does not do.
-PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-
-
-def _refused_config(adapter: Adapter, max_lora_rank: int) -> Iterator[tuple[str, tuple[object, str]]]:
-    """Fields of the config for which vLLM refuses the adapter (`PEFTHelper.validate_legal`)."""
-    config = adapter.config
-    if "target_modules" not in config:
-        yield "config target_modules", (None, "is missing; vLLM needs the field, whatever it says")
-    for field, reason in UNSUPPORTED.items():
-        if config.get(field):
-            yield f"config {field}", (config[field], reason)
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() not in PLAIN_INITS:
-        yield "config init_lora_weights", (init, "changes the base model's weights; convert it to a plain LoRA by PEFT")
-    if config.get("bias", "none") != "none":
-        yield "config bias", (config["bias"], "must be 'none': vLLM has no bias in adapters")
-    saved = config.get("modules_to_save") or ()
-    if not set(saved) <= {"classifier", "score"}:
-        yield "config modules_to_save", (saved, "vLLM takes none but classifier and score")
-    if adapter.rank > max_lora_rank:
-        yield "rank", (adapter.rank, f"the config's largest, is more than max_lora_rank={max_lora_rank}")
-
-
-def _check(adapter: Adapter, shape: ModelShape, max_lora_rank: int | None) -> AdapterCheck:
-    limit = MAX_LORA_RANKS[-1] if max_lora_rank is None else slot_rank(1, max_lora_rank)
-    refused_for = dict(_refused_config(adapter, limit))
-    slots = slot_rank(min(adapter.rank, limit), max_lora_rank)
-    places = _places(shape)
-    ends = {name.rpartition(".")[2] for name in places} | {"experts", "base_layer"}
-    ignored: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    factors: dict[str, dict[str, AdapterTensor]] = defaultdict(dict)
-    for tensor in adapter.tensors:
-        if tensor.name.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")):
-            ignored[tensor.name] = "a copy of the base model's embedding, which vLLM skips"
-            continue
-        parsed = _parse(tensor.name)
-        if parsed is None:
-            refused[tensor.name] = "is no LoRA weight that vLLM can parse"
-        elif parsed[0] in places:
-            factors[parsed[0]][parsed[1]] = tensor
-        elif parsed[0].rpartition(".")[2] in ends:
-            ignored[tensor.name] = "names a kind of module that the model has, but none that has slots"
-        else:
-            refused[tensor.name] = "names no module that the model serves with LoRA"
-    if len(ignored) == len(adapter.tensors) and not any(map(_parse, ignored)):
-        refused_for["tensors"] = (len(adapter.tensors), "has no LoRA weight; vLLM fails on such an adapter")
-    fitting: dict[tuple[str, int], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for module, pair in factors.items():
-        place = places[module]
-        if reason := _misfit(pair, place, slots):
-            refused |= {tensor.name: reason for tensor in pair.values()}
-        else:
-            fitting[place.key][place.child].append(module)
-    for children in fitting.values():
-        if reason := _misfit_experts(children, factors, places):
-            refused |= {t.name: reason for names in children.values() for name in names for t in factors[name].values()}
-    served = tuple(module for module in factors if not any(t.name in refused for t in factors[module].values()))
-    found: dict[tuple[str, int], dict[int, _Pair]] = defaultdict(dict)
-    # Scalings of ranks that vLLM refuses are nobody's business.
-    for module in () if refused_for else served:
-        place, pair = places[module], factors[module]
-        rank, dtypes = pair["A"].shape[0] // place.copies, (pair["A"].dtype, pair["B"].dtype)
-        before = found[place.key].get(place.child)
-        if before is not None and before.dtypes != dtypes:
-            dtypes = ("", "")  # experts of several dtypes are not stacked before they are cast
-        found[place.key][place.child] = _Pair(rank, dtypes, place.expert is None and adapter.scaling_at(module) == 1)
-    return AdapterCheck(
-        served,
-        ignored,
-        refused,
-        refused_for,
-        sum(tensor.nbytes for tensor in adapter.tensors if tensor.name in ignored),
-        tuple(_parts(shape, found)),
-        tuple(Received(tensor, places[module]) for module in served for tensor in factors[module].values()),
-    )
-
-
-def _misfit_experts(
-    children: Mapping[int, list[str]], factors: Mapping[str, Mapping[str, AdapterTensor]], places: Mapping[str, _Place]
-) -> str:
-    """Why vLLM cannot pack the routed experts of a layer; empty where it can, or where they are no experts."""
-    module = next(places[name].module for names in children.values() for name in names)
-    if not isinstance(module, Experts):
-        return ""
-    if missing := [child for index, child in enumerate(module.children) if index not in children]:
-        return f"has no {', '.join(missing)} beside it; vLLM needs each routed expert whole"
-    for index, child in enumerate(module.children):
-        names = children[index]
-        if len(names) != (1 if module.layout == "fused" else module.num_experts):
-            return f"has {child} for {len(names)} of {module.num_experts} experts; vLLM needs all"
-        if len({factors[name]["A"].shape[0] for name in names}) > 1:
-            return f"has experts whose ranks of {child} differ; vLLM cannot pack them"
-    return ""
-
-
-def _misfit(pair: Mapping[str, AdapterTensor], place: _Place, max_lora_rank: int) -> str:
-    """Why a pair of factors does not fit its module; empty where it does."""
-    if set(pair) != {"A", "B"}:
-        return f"has no lora_{'B' if 'A' in pair else 'A'} beside it"
-    a, b = pair["A"].shape, pair["B"].shape
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % place.copies:
-        return f"has factors of shapes {a} and {b}, which do not go together"
-    if (a[1], b[0]) != (place.inputs, place.outputs):
-        return f"has factors of shapes {a} and {b}; the module maps {place.inputs} to {place.outputs}"
-    if a[0] // place.copies > max_lora_rank:
-        return f"has rank {a[0] // place.copies}, which does not fit slots of max_lora_rank={max_lora_rank}"
-    return ""
-
-
-class _Pair(NamedTuple):
-    """What of a module's two factors decides the bytes: rank, dtypes of A and B, whether the scaling is 1."""
-
-    rank: int
-    dtypes: tuple[str, str]
-    unscaled: bool
-
-
-_NOTHING = _Pair(0, ("", ""), False)
-
-
-def _parts(shape: ModelShape, found: Mapping[tuple[str, int], Mapping[int, _Pair]]) -> Iterator[AdapterModule]:
-    for group in shape.groups:
-        for module in group.modules:
-            path = group.path(None, module)
-            count = len(module.children)
-            kinds: Counter[tuple[_Pair, ...]] = Counter()
-            for layer in group.layers if group.stage == "layers" else (0,):
-                pairs = found.get((path, layer), {})
-                if pairs:
-                    kinds[tuple(pairs.get(index, _NOTHING) for index in range(count))] += 1
-            for kind, times in kinds.items():
-                ranks, dtypes, unscaled = zip(*kind, strict=True)
-                yield AdapterModule(path, module, times, ranks, dtypes, unscaled)

@@ -1,338 +1,304 @@
-"""Whether a model can serve an adapter, decided before anything is changed.
+"""The rulebook: what vLLM, and what a stage, makes of an adapter's tensors in a model.
 
-Nothing here knows vLLM or torch: `vllm_hook` says what a live model serves (`ServedModel`) and how names are read.
+It needs names and shapes only, and knows neither vLLM nor torch: `sizing.serving` says what a model serves.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from lora_mem.errors import AdapterError
+from lora_mem.sizing.serving import ServedModel, ServedModule, TensorName
+from lora_mem.sizing.wording import compact, some
 
-_LISTED = 12
-
-
-@dataclass(frozen=True)
-class TensorName:
-    """What the name of an adapter's tensor says.
-
-    Attributes:
-        module: the module in the model's own naming, e.g. `model.layers.0.self_attn.q_proj`.
-        peft_module: the module in the adapter's naming; PEFT's rank and alpha patterns match against this.
-        is_a: whether it is the A factor; meaningless for a full module.
-        is_full: a whole weight or bias (`modules_to_save`), not a factor.
-    """
-
-    module: str
-    peft_module: str
-    is_a: bool
-    is_full: bool = False
+NOT_PEFTS = (
+    "names that are not PEFT's: {}; a factor is called 'base_model.model.<module>.lora_A.weight' or '...lora_B.weight',"
+    " as peft.get_peft_model_state_dict returns it (a live model's state_dict has the adapter's name in between:"
+    " 'lora_A.default.weight')"
+)
 
 
-_EVERYTHING = slice(None)
+NO_FACTOR = "no factor (lora_A, lora_B) that this model would use"
+_ALL_OR_NONE = "vLLM packs all of a layer's experts or none"
+_ONE_RANK = "vLLM packs experts of one rank"
+
+Pair = dict[bool, str]
+"""The names of a module's factors: of A under True, of B under False."""
 
 
 @dataclass(frozen=True)
-class ServedModule:
-    """Where one module of an adapter goes, and what its factors must look like.
+class AdapterCheck:
+    """What becomes of an adapter's tensors in vLLM.
 
     Attributes:
-        in_features: columns of A, or None where they cannot be known.
-        out_features: rows of B, or None where they cannot be known.
-        experts: how many experts are stacked along the rank (PEFT's fused layout), or 1.
-        stacked: factors carry a leading expert dimension, of one of these sizes: (A's, B's).
-        rank_multiple: the rank must be a multiple of this.
-        packed_in: the runtime module whose packed experts it becomes part of; "" where it is registered by its own
-        name.
-        projections: which of that module's projections it becomes, each with the rows of B that belong to it.
-        expert: its place among this worker's experts, where each expert comes by itself; -1 on another worker.
-        local: this worker's experts among those stacked in one tensor.
+        served: the modules that are served, by vLLM's name: the names of their A and B.
+        ignored: tensors that vLLM skips, or loads and never uses, with the reason.
+        refused: tensors for which vLLM refuses the whole adapter, with the reason.
+        refused_for: what else it refuses the adapter for: a field of its config, its value and the reason.
+        ignored_bytes: of the tensors in `ignored`.
+        errors: why a stage refuses the adapter, one text for each kind of problem, the most basic first. It refuses
+            what vLLM refuses and what vLLM ignores, unless that is by design.
     """
 
-    in_features: int | None
-    out_features: int | None
-    experts: int = 1
-    stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    rank_multiple: int = 1
-    packed_in: str = ""
-    projections: tuple[tuple[int, slice], ...] = ((0, _EVERYTHING),)
-    expert: int | None = None
-    local: slice = field(default_factory=lambda: _EVERYTHING)  # one object for all
+    served: Mapping[str, tuple[str, str]]
+    ignored: Mapping[str, str]
+    refused: Mapping[str, str]
+    refused_for: Mapping[str, tuple[object, str]]
+    ignored_bytes: int = 0
+    errors: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether vLLM takes the adapter and uses all of it."""
+        return not self.ignored and not self.refused and not self.refused_for
+
+    def require(self) -> None:
+        """Raise the first of `errors`, if there is one.
+
+        Raises:
+            AdapterError: all problems of one kind, with the values and what is allowed.
+        """
+        if self.errors:
+            raise AdapterError(self.errors[0])
+
+    def __repr__(self) -> str:
+        """Plain and stable."""
+        lines = [f"AdapterCheck: {len(self.served)} modules served, {len(self.ignored)} tensors ignored,"]
+        lines[0] += f" {len(self.refused)} refused"
+        lines += [f"  refused for {what}={value!r}: {why}" for what, (value, why) in self.refused_for.items()]
+        lines += [f"  ignored {name}: {reason}" for name, reason in list(self.ignored.items())[:10]]
+        lines += [f"  refused {name}: {reason}" for name, reason in list(self.refused.items())[:10]]
+        return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What one vLLM worker serves with LoRA.
-
-    Attributes:
-        modules: by the name that an adapter uses.
-        complete: sets of modules of which an adapter must have all or none: a layer's local experts. By runtime module.
-        either: pairs of runtime modules' layouts of which an adapter may use one only.
-        ignored: whether vLLM ignores a module of this name by design (other pipeline ranks, `target_modules`, MTP).
-        max_lora_rank: of the engine.
-        expert_help: what to say where expert modules are not known.
-        dtype: torch's name of that to which vLLM casts every factor.
-        local_experts: how many experts this worker holds, by runtime module.
-        projections: how many projections vLLM registers, by runtime module (3: w1, w2, w3; 2: fused w13, w2).
-        repeated: projections that are another one's tensor, by runtime module: {2: 0} for w3 of a non-gated MoE.
-        share: whether a factor that all experts share may stay one tensor on the host.
-        aliases: names in `modules` that are second names.
-    """
-
-    modules: Mapping[str, ServedModule]
-    complete: Mapping[str, tuple[frozenset[str], ...]]
-    ignored: Callable[[str], bool]
-    max_lora_rank: int
-    expert_help: str = ""
-    dtype: str = "bfloat16"
-    local_experts: Mapping[str, int] = field(default_factory=dict)
-    projections: Mapping[str, int] = field(default_factory=dict)
-    repeated: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    share: bool = True
-    aliases: frozenset[str] = frozenset()
-
-    def unknown(self, modules: Collection[str]) -> str:
-        """What to say of modules that are not served: all of them, and what is."""
-        known = sorted({module.rpartition(".")[2] for module in self.modules})
-        message = (
-            f"{len(modules)} module{'s' if len(modules) > 1 else ''} that this model does not serve with LoRA: "
-            f"{', '.join(compact(modules))}. It serves modules named {', '.join(known)}"
-        )
-        if self.expert_help and any(".experts" in module for module in modules):
-            message += f". {self.expert_help}"
-        return message
-
-
-def plain_config(adapter_config: Any) -> dict[str, Any]:
-    """PEFT's adapter config as plain JSON values.
-
-    Args:
-        adapter_config: a dict, a `peft.LoraConfig`, or any dataclass or object with PEFT's field names.
-
-    Raises:
-        AdapterError: not such an object, or `r` or `lora_alpha` is missing or not a positive number.
-    """
-    if isinstance(adapter_config, Mapping):
-        values = dict(adapter_config)
-    elif callable(getattr(adapter_config, "to_dict", None)):
-        values = dict(adapter_config.to_dict())
-    elif dataclasses.is_dataclass(adapter_config) and not isinstance(adapter_config, type):
-        values = dataclasses.asdict(adapter_config)
-    elif hasattr(adapter_config, "__dict__") and not isinstance(adapter_config, type):
-        values = dict(vars(adapter_config))
-    else:
-        raise AdapterError(
-            f"adapter_config is a {type(adapter_config).__name__}; it must be a dict as in adapter_config.json or an "
-            "object with PEFT's fields, such as peft.LoraConfig"
-        )
-    for name, kind, words in (("r", Integral, "a positive integer"), ("lora_alpha", Real, "a positive number")):
-        if not _is_positive(values.get(name), kind):
-            raise AdapterError(f"adapter_config[{name!r}] is {values.get(name)!r}; it must be {words}")
-        pattern = f"{'rank' if name == 'r' else 'alpha'}_pattern"
-        entries = values.get(pattern) or {}
-        if not isinstance(entries, Mapping):
-            raise AdapterError(f"adapter_config[{pattern!r}] is {entries!r}; it must be a dict of patterns to numbers")
-        for key, value in entries.items():
-            _check_pattern(f"a key of adapter_config[{pattern!r}]", key)
-            if not _is_positive(value, kind):
-                raise AdapterError(f"adapter_config[{pattern!r}][{key!r}] is {value!r}; it must be {words}")
-    peft_type = getattr(values.get("peft_type"), "value", values.get("peft_type"))
-    if peft_type not in (None, "LORA"):
-        raise AdapterError(f"adapter_config['peft_type'] is {peft_type!r}; vLLM serves LORA only")
-    if not isinstance(values.get("use_rslora", False), (bool, type(None))):
-        raise AdapterError(f"adapter_config['use_rslora'] is {values['use_rslora']!r}; it must be True or False")
-    # vLLM asks for the field but takes the modules from the tensors' names.
-    values["target_modules"] = values.get("target_modules") or []
-    for name, also in (("target_modules", ", or 'all-linear'"), ("exclude_modules", "")):
-        names = values.get(name) or []
-        if isinstance(names, str):
-            _check_pattern(f"adapter_config[{name!r}]", names)
-        elif not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in names):
-            raise AdapterError(
-                f"adapter_config[{name!r}] is {names!r}; it must be a list of names or a regular expression{also}"
-            )
-    layers = values.get("layers_to_transform")
-    if layers is not None and not all(
-        isinstance(layer, Integral) for layer in (layers if isinstance(layers, (list, tuple)) else [layers])
-    ):
-        raise AdapterError(
-            f"adapter_config['layers_to_transform'] is {layers!r}; it must be the number of a layer, or a list of them"
-        )
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
-    except (TypeError, ValueError) as error:
-        raise AdapterError(f"adapter_config is not plain values, as in adapter_config.json: {error}") from None
-    return plain
-
-
-def _is_positive(value: Any, kind: type) -> bool:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        return False
-    number: Any = value
-    return 0 < float(number) < float("inf")
-
-
-def _check_pattern(what: str, pattern: Any) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise AdapterError(f"{what} is {pattern!r}, which is no regular expression: {error}") from None
-
-
-def check_adapter(
+def check(
     shapes: Mapping[str, tuple[int, ...]],
-    names: Mapping[str, TensorName],
-    rank_of: Callable[[str], int],
+    names: Mapping[str, TensorName | None],
     served: ServedModel | None,
-) -> None:
-    """Refuse an adapter that the model cannot serve in full.
+    rank_of: Callable[[str], int] | None = None,
+    *,
+    refused_for: Mapping[str, tuple[object, str]] | None = None,
+) -> AdapterCheck:
+    """What becomes of an adapter's tensors.
 
     Args:
         shapes: of the tensors, by their names.
-        names: what each name says; a tensor that is not in here is ignored by vLLM by design.
-        rank_of: the rank that the adapter's config gives a module (`peft_module`).
+        names: what each name says, None where it is not PEFT's; without the tensors that vLLM skips by design.
         served: what the model serves, or None where no model is known yet: then only the adapter itself is checked.
+        rank_of: the rank that the adapter's config gives a module (`peft_module`), which its tensors must have for a
+            stage. Without it their own rank counts, as in vLLM's loader.
+        refused_for: what its config is refused for.
 
-    Raises:
-        AdapterError: all problems of the kind that was found first, with the values and what is allowed.
     """
-    factors: dict[str, dict[bool, str]] = {}
-    twice: list[str] = []
-    for tensor_name, name in names.items():
-        if name.is_full or (served is not None and served.ignored(name.module)):
-            continue
-        pair = factors.setdefault(name.module, {})
-        if name.is_a in pair:
-            twice.append(f"{pair[name.is_a]} and {tensor_name}")
-        pair[name.is_a] = tensor_name
-    if twice:
-        raise AdapterError(f"two tensors for the same factor: {some(twice)}")
-    if not factors and not any(name.is_full for name in names.values()):
-        raise AdapterError("the adapter has no factor (lora_A, lora_B) that this model would use")
+    found = _Findings(shapes, served)
+    factors = found.read(names)
+    found.know(factors)
+    ranks = found.fit(factors, names, rank_of)
+    found.expect_whole_experts(factors, ranks)
+    refused = found.refused
+    return AdapterCheck(
+        {
+            module: (pair[True], pair[False])
+            for module, pair in factors.items()
+            if len(pair) == 2 and not any(tensor in refused or tensor in found.ignored for tensor in pair.values())
+        },
+        found.ignored,
+        refused,
+        {**(refused_for or {}), **found.refused_for},
+        errors=tuple(found.errors),
+    )
 
-    if served is not None:
-        unknown = [module for module in factors if module not in served.modules]
-        if unknown:
-            raise AdapterError(served.unknown(unknown))
 
-    halves = [
-        f"{next(iter(pair.values()))} has no {'B' if True in pair else 'A'}"
-        for pair in factors.values()
-        if len(pair) == 1
-    ]
-    if halves:
-        raise AdapterError(f"a factor is missing: {some(halves)}")
+class _Findings:
+    """The problems of one adapter, and what is known of its tensors so far."""
 
-    wrong: list[str] = []
-    for module, pair in factors.items():
-        expected = served.modules[module] if served is not None else None
-        rank = rank_of(names[pair[True]].peft_module)
-        if served is not None and rank > served.max_lora_rank:
-            raise AdapterError(
-                f"rank {rank} of {module} is above the engine's max_lora_rank {served.max_lora_rank}; start vLLM with "
-                f"max_lora_rank of {rank} or more"
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], served: ServedModel | None) -> None:
+        self.shapes, self.served = shapes, served
+        self.ignored: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self.refused_for: dict[str, tuple[object, str]] = {}
+        self.errors: list[str] = []
+
+    def _say(self, text: str, items: Iterable[str]) -> None:
+        """An error of a stage for these items, if there are any."""
+        if listed := list(items):
+            self.errors.append(text.format(some(listed)))
+
+    def _refuse(self, pairs: Iterable[Pair], reason: str) -> None:
+        for pair in pairs:
+            for tensor in pair.values():
+                self.refused.setdefault(tensor, reason)
+
+    def read(self, names: Mapping[str, TensorName | None]) -> dict[str, Pair]:
+        """The factors by module, as far as their names can be read; without what vLLM ignores by design."""
+        factors: dict[str, Pair] = {}
+        twice, full = [], False
+        for tensor in self.shapes:
+            name = names.get(tensor)
+            if name is None:
+                if tensor in names:
+                    self.refused[tensor] = "is no LoRA weight that vLLM can parse"
+                else:
+                    self.ignored[tensor] = (
+                        "is skipped by vLLM: a copy of the base model's weights, or not for inference"
+                    )
+            elif name.is_full:
+                full = True
+            elif self.served is not None and self.served.ignored(name.module):
+                self.ignored[tensor] = "is for a module that this worker does without, by design"
+            else:
+                pair = factors.setdefault(name.module, {})
+                if before := pair.get(name.is_a):
+                    twice.append(f"{before} and {tensor}")
+                    self.ignored[before] = f"is the same factor as {tensor}, which vLLM takes"
+                pair[name.is_a] = tensor
+        self._say(NOT_PEFTS, compact(self.refused))
+        self._say("two tensors for the same factor: {}", twice)
+        if not factors and not full and not self.refused:
+            self._say("the adapter has {}", [NO_FACTOR])
+            self.refused_for["tensors"] = (len(self.shapes), f"has {NO_FACTOR}")
+        return factors
+
+    def know(self, factors: dict[str, Pair]) -> None:
+        """Take out modules that the model does not serve: vLLM looks at the last part of a name only."""
+        unknown = [] if self.served is None else [module for module in factors if module not in self.served.modules]
+        if self.served is None or not unknown:
+            return
+        self.errors.append(self.served.unknown(unknown))
+        kinds = {_kind(module) for module in self.served.modules} | ({"experts"} if self.served.complete else set())
+        for module in unknown:
+            pair = factors.pop(module)
+            if module in self.served.complete:
+                self._refuse([pair], f"holds all experts of a layer. {self.served.expert_help}")
+            elif _kind(module) in kinds or ".base_layer" in module:
+                reason = "names a kind of module that the model has, but none that has slots"
+                self.ignored.update(dict.fromkeys(pair.values(), reason))
+            else:
+                self._refuse([pair], "names no module that the model serves with LoRA")
+
+    def fit(
+        self,
+        factors: Mapping[str, Pair],
+        names: Mapping[str, TensorName | None],
+        rank_of: Callable[[str], int] | None,
+    ) -> dict[str, int]:
+        """Hold the shapes against what the model takes; returns the ranks."""
+        ranks: dict[str, int] = {}
+        halves: list[str] = []
+        too_high: dict[int, list[str]] = defaultdict(list)
+        misfits: dict[str, list[str]] = defaultdict(list)
+        for module, pair in factors.items():
+            if len(pair) == 1:
+                ((is_a, tensor),) = pair.items()
+                halves.append(f"{tensor} has no {'B' if is_a else 'A'}")
+                self._refuse([pair], f"has no lora_{'B' if is_a else 'A'} beside it")
+                continue
+            name = names[pair[True]]
+            assert name is not None
+            rank, reason = _fit(
+                self.shapes[pair[True]],
+                self.shapes[pair[False]],
+                None if self.served is None else self.served.modules[module],
+                None if rank_of is None else rank_of(name.peft_module),
             )
-        wrong += _wrong_shapes(module, shapes[pair[True]], shapes[pair[False]], rank, expected)
-    if wrong:
-        raise AdapterError(f"shapes that do not fit: {some(wrong)}")
-
-    if served is not None:
-        for runtime_module, layouts in served.complete.items():
-            present = [(layout, layout & factors.keys()) for layout in layouts]
-            used = [(layout, have) for layout, have in present if have]
-            if len(used) > 1:
-                raise AdapterError(f"{runtime_module} is given in two layouts at once; vLLM takes one")
-            if used and used[0][0] != used[0][1]:
-                missing = sorted(used[0][0] - used[0][1])
-                raise AdapterError(
-                    f"{runtime_module} has factors for some experts but not for {some(missing)}; vLLM packs all of a "
-                    "layer's experts or none"
-                )
-
-
-def _wrong_shapes(
-    module: str, a: tuple[int, ...], b: tuple[int, ...], rank: int, expected: ServedModule | None
-) -> list[str]:
-    leading = 0
-    if expected is not None and expected.stacked is not None:
-        leading = 1
-        for letter, shape, allowed in (("A", a, expected.stacked[0]), ("B", b, expected.stacked[1])):
-            if len(shape) != 3 or shape[0] not in allowed:
-                return [f"{module} {letter} is {list(shape)}, its first dimension must be one of {list(allowed)}"]
-    if len(a) != 2 + leading or len(b) != 2 + leading:
-        return [f"{module} A is {list(a)} and B is {list(b)}, each must have {2 + leading} dimensions"]
-    experts = expected.experts if expected is not None else None
-    if experts is None:
-        # Without a model PEFT's fused experts cannot be told from a wrong rank; both factors must still agree.
-        experts = a[0] // rank if rank and a[0] % rank == 0 else 1
-    problems = []
-    in_features = a[-1] if expected is None or expected.in_features is None else expected.in_features
-    out_features = b[-2] if expected is None or expected.out_features is None else expected.out_features
-    expected_a = [*a[:leading], experts * rank, in_features]
-    expected_b = [*b[:leading], out_features, experts * rank]
-    if list(a) != expected_a:
-        problems.append(f"{module} A is {list(a)}, expected {expected_a} (rank {rank} by its config)")
-    if list(b) != expected_b:
-        problems.append(f"{module} B is {list(b)}, expected {expected_b} (rank {rank} by its config)")
-    if expected is not None and rank % expected.rank_multiple:
-        problems.append(
-            f"{module} has rank {rank}, with fully_sharded_loras it must be a multiple of tensor_parallel_size "
-            f"{expected.rank_multiple}"
+            ranks[module] = rank
+            if reason:
+                misfits[reason].append(module)
+                self._refuse([pair], reason)
+            if self.served is not None and rank > self.served.max_lora_rank:
+                too_high[rank].append(module)
+                self._refuse([pair], f"has rank {rank}, above max_lora_rank {self.served.max_lora_rank}")
+        self._say("a factor is missing: {}", halves)
+        if self.served is not None and too_high:
+            self.errors.append(above_max_lora_rank(too_high, self.served))
+        self._say(
+            "shapes that do not fit: {}",
+            (f"{module} {reason}" for reason, modules in misfits.items() for module in compact(modules)),
         )
-    return problems
+        return ranks
+
+    def expect_whole_experts(self, factors: Mapping[str, Pair], ranks: Mapping[str, int]) -> None:
+        """A layer's experts come all or not at all, in one layout, each projection in one rank."""
+        if self.served is None:
+            return
+        takes = self.served.modules
+        twice: list[str] = []
+        missing: dict[str, set[str]] = {}
+        for runtime_module, layouts in self.served.complete.items():
+            used = [layout for layout in layouts if not layout.isdisjoint(factors)]
+            if len(used) > 1:
+                twice.append(runtime_module)
+            elif used and (absent := used[0] - factors.keys()):
+                missing[runtime_module] = set(absent)
+        self._say("{}: experts are given in two layouts at once; vLLM takes one", compact(twice))
+        if missing:
+            those = some(compact(set().union(*missing.values())))
+            self.errors.append(
+                f"{some(compact(missing))} has factors for some experts but not for {those}; {_ALL_OR_NONE}"
+            )
+        different: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+        for module, rank in ranks.items():
+            expert = takes[module].expert
+            if expert is not None and expert >= 0:
+                different[takes[module].packed_in, takes[module].projections[0][0]].setdefault(rank, module)
+        unequal = {key[0]: found for key, found in different.items() if len(found) > 1}
+        self._say(
+            "experts of one layer whose ranks differ: {}; " + _ONE_RANK,
+            (f"{module} has rank {rank}" for found in unequal.values() for rank, module in found.items()),
+        )
+        for module, pair in factors.items():
+            runtime_module = takes[module].packed_in
+            if runtime_module in twice:
+                self._refuse([pair], "is given in two layouts of the experts at once; vLLM takes one")
+            elif runtime_module in missing:
+                self._refuse([pair], f"has no {some(compact(missing[runtime_module]))} beside it; {_ALL_OR_NONE}")
+            elif runtime_module in unequal:
+                found = unequal[runtime_module]
+                kind = next(iter(found.values())).rpartition(".")[2]
+                self._refuse([pair], f"has experts whose ranks of {kind} differ: {sorted(found)}; {_ONE_RANK}")
 
 
-def compact(modules: Iterable[str]) -> list[str]:
-    """Module names with numbers written as ranges where many differ in nothing else: `layers.{0-47}.mlp.gate (48)`."""
-    alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-    for module in sorted(modules):
-        parts = re.split(r"(?<=\.)(\d+)(?=\.)", module)
-        alike.setdefault(tuple(parts[::2]), []).append(tuple(int(number) for number in parts[1::2]))
-    lines = []
-    for words, numbers in alike.items():
-        if len(numbers) <= 3:
-            ranges = [[str(number) for number in one] for one in numbers]
-        else:
-            columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
-            ranges = [[_ranges(column) for column in columns]]
-        for one in ranges:
-            line = "".join(itertools.chain(*itertools.zip_longest(words, one, fillvalue="")))
-            lines.append(line if len(ranges) == len(numbers) else f"{line} ({len(numbers)} modules)")
-    return lines
+def above_max_lora_rank(modules: Mapping[int, Iterable[str]], served: ServedModel) -> str:
+    """What to say of modules, by their ranks, that the engine's slots do not hold."""
+    ranks = [f"rank {rank} of {some(compact(modules[rank]))}" for rank in sorted(modules)]
+    return (
+        f"{', '.join(ranks)} is above the engine's max_lora_rank {served.max_lora_rank}; start vLLM with max_lora_rank "
+        f"of {max(modules)} or more"
+    )
 
 
-def _ranges(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    gapless = numbers[-1] - numbers[0] + 1 == len(numbers)
-    return "{" + (f"{numbers[0]}-{numbers[-1]}" if gapless else ",".join(map(str, numbers))) + "}"
+def _kind(module: str) -> str:
+    """The part of a name by which vLLM's loader decides whether the model can have such a module."""
+    _, experts, rest = module.partition(".experts")
+    return f"experts{rest}" if experts else module.rpartition(".")[2]
 
 
-def some(items: Iterable[str]) -> str:
-    """The first twelve, and how many more there are."""
-    listed = list(items)
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    return ", ".join(listed[:_LISTED]) + more
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, (Integral, Real)):
-        return value.item() if hasattr(value, "item") else float(value)  # numpy's
-    if type(value).__name__ == "dtype":  # torch's, which is not imported here
-        return str(value).removeprefix("torch.")
-    if hasattr(value, "value"):
-        return value.value  # PEFT's enums
-    if callable(getattr(value, "to_dict", None)):
-        return value.to_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value)
+def _fit(a: tuple[int, ...], b: tuple[int, ...], takes: ServedModule | None, rank: int | None) -> tuple[int, str]:
+    """The rank of a pair of factors (by A where it is not given), and why they do not fit; "" where they do."""
+    stacked = takes.stacked if takes is not None else None
+    dimensions = 2 if stacked is None else 3
+    for letter, shape, allowed in zip("AB", (a, b), stacked or (), strict=False):
+        if len(shape) != 3 or shape[0] not in allowed:
+            return rank or 0, f"{letter} is {list(shape)}, its first dimension must be one of {list(allowed)}"
+    if len(a) != dimensions or len(b) != dimensions:
+        return rank or 0, f"A is {list(a)} and B is {list(b)}, each must have {dimensions} dimensions"
+    by = "its config"
+    if takes is None:
+        # Without a model PEFT's fused experts cannot be told from a wrong rank; both factors must still agree.
+        takes = ServedModule(None, None, experts=a[0] // rank if rank and a[0] % rank == 0 else 1)
+    if rank is None:
+        rank, by = a[-2] // takes.experts, "A"
+    width = takes.experts * rank
+    inputs = a[-1] if takes.in_features is None else takes.in_features
+    outputs = b[-2] if takes.out_features is None else takes.out_features
+    problems = [
+        f"{letter} is {list(shape)}, expected {expected} (rank {rank} by {by})"
+        for letter, shape, expected in (("A", a, [*a[:-2], width, inputs]), ("B", b, [*b[:-2], outputs, width]))
+        if list(shape) != expected
+    ]
+    if rank % takes.rank_multiple:
+        multiple = f"tensor_parallel_size {takes.rank_multiple}"
+        problems.append(f"has rank {rank}, with fully_sharded_loras it must be a multiple of {multiple}")
+    return rank, " and ".join(problems)

@@ -147,11 +147,32 @@ def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
     return found
 
 
+def rank_and_scaling(
+    module: str,
+    rank: int,
+    rank_pattern: Iterable[tuple[str, int]],
+    alpha: float | None,
+    alpha_pattern: Iterable[tuple[str, float]],
+    use_rslora: bool,
+) -> tuple[int, float | None]:
+    """The rank of a module, by its name in the adapter, and its scaling, where alpha is known.
+
+    vLLM's `get_rank_and_scaling`: fused experts have names of their own in the file, patterns those of the parameters.
+    """
+    if module.endswith(".experts.base_layer"):
+        module = module.removesuffix(".base_layer") + ".gate_up_proj"
+    elif module.endswith(".experts"):
+        module += ".down_proj"
+    rank = match_pattern(rank_pattern, module, rank)
+    alpha = match_pattern(alpha_pattern, module, alpha)
+    return rank, None if alpha is None else scaling_of(alpha, rank, use_rslora)
+
+
 def rank_and_unscaled(name: str, options: Resolved) -> tuple[int, bool]:
-    """The rank of a module, by PEFT's name for it, and whether its scaling is 1: vLLM's `get_rank_and_scaling`."""
-    rank = match_pattern(options.rank_pattern, name, options.rank)
-    alpha = match_pattern(options.alpha_pattern, name, options.lora_alpha)
-    return rank, alpha is not None and scaling_of(alpha, rank, options.use_rslora) == 1
+    """The rank of a module, by PEFT's name for it, and whether its scaling is 1."""
+    patterns = options.rank_pattern, options.lora_alpha, options.alpha_pattern, options.use_rslora
+    rank, scaling = rank_and_scaling(name, options.rank, *patterns)
+    return rank, scaling == 1
 
 
 def ranks_in_layer(

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lora_mem.errors import AdapterError
-from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, check_adapter
+from lora_mem.sizing.rules import above_max_lora_rank, check
+from lora_mem.sizing.serving import ServedModel, ServedModule, TensorName
 from lora_mem.sizing.units import aligned
 from lora_mem.staging.views import view_key
 
@@ -70,7 +71,7 @@ class Source:
     @property
     def fused(self) -> bool:
         """Whether it holds the factors of all experts of a layer, stacked along the rank."""
-        return bool(self.takes.packed_in) and self.takes.expert is None and self.takes.stacked is None
+        return self.takes.fused
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,12 +202,12 @@ class Layout:
         """Refuse an adapter of tensors of these names where a factor or an expert is missing.
 
         Raises:
-            AdapterError: see `check_adapter`.
+            AdapterError: see `AdapterCheck.require`.
         """
         if names != self.checked:
             shapes = {name: tuple(source.shape) for name in sorted(names) if (source := self.sources[name])}
             known = {name: self.names[name] for name in shapes}
-            check_adapter(shapes, known, lambda module: self.rank_and_scaling(module)[0], self.served)
+            check(shapes, known, self.served, lambda module: self.rank_and_scaling(module)[0]).require()
             self.checked = frozenset(names)
 
     def knows(self, names: Iterable[str]) -> bool:
@@ -259,10 +260,7 @@ class Layout:
         takes = self.served.modules[name.module]
         rank, scaling = self.rank_and_scaling(name.peft_module)
         if rank > self.served.max_lora_rank:
-            raise AdapterError(
-                f"rank {rank} of {name.module} is above the engine's max_lora_rank {self.served.max_lora_rank}; start "
-                f"vLLM with max_lora_rank of {rank} or more"
-            )
+            raise AdapterError(above_max_lora_rank({rank: [name.module]}, self.served))
         if takes.in_features is None or takes.out_features is None:
             raise AdapterError(f"{name.module} has a shape that only vLLM itself can check; use stage_adapter")
         inner = takes.experts * rank

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from lora_mem.errors import AdapterError
-from lora_mem.sizing.rules import compact
+from lora_mem.sizing.wording import compact
 from lora_mem.staging.counters import copied
 from lora_mem.staging.device_copies import DeviceCopies
 from lora_mem.staging.filling import Filler

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from lora_mem.errors import AdapterError
-from lora_mem.sizing.rules import some
+from lora_mem.sizing.options import RECEIVED_ITEMSIZE
+from lora_mem.sizing.wording import some
 
-CASTABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CASTABLE: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in RECEIVED_ITEMSIZE)
 """The dtypes a factor may have; vLLM casts it to `lora_dtype`."""
 
 HAVE_DATA = ("cpu", "cuda")

@@ -11,7 +11,7 @@ import torch
 
 from lora_mem import vllm_hook
 from lora_mem.sizing.modules import Experts
-from lora_mem.sizing.rules import ServedModule
+from lora_mem.sizing.serving import ServedModule
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.testing.engine import synchronize
 

@@ -31,7 +31,9 @@ from torch.overrides import TorchFunctionMode
 
 from lora_mem.errors import AdapterError
 from lora_mem.sizing import rules
+from lora_mem.sizing.peft_config import plain_config
 from lora_mem.sizing.targets import targeted
+from lora_mem.sizing.wording import compact
 from lora_mem.staging import offload
 from lora_mem.staging.arena import Arena
 from lora_mem.staging.counters import copied
@@ -348,7 +350,7 @@ def stage_adapter(
     lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
     _check_fill_slot(fill_slot)
-    config = rules.plain_config(adapter_config)
+    config = plain_config(adapter_config)
     dtypes = {manager.lora_config.lora_dtype for manager in _engines()} if check_finite else set()
     check_tensors(tensors, check_finite=check_finite, cast_to=dtypes)
     own = {key: tensor.detach() for key, tensor in tensors.items()}
@@ -436,7 +438,7 @@ def open_stage(
     _check_active()
     lora_int_id = _integer_id(lora_int_id)
     name = _check_id_and_name(lora_int_id, name, load_inplace=load_inplace)
-    config = rules.plain_config(adapter_config)
+    config = plain_config(adapter_config)
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot receive an adapter in parts: {why_not}")
@@ -471,7 +473,7 @@ def reserve(adapter_config: Any, *, generations: int = 2, wait: bool = False) ->
     _check_active()
     if isinstance(generations, bool) or not isinstance(generations, int) or generations < 1:
         raise AdapterError(f"generations is {generations!r}; it must be 1 or more")
-    config = rules.plain_config(adapter_config)
+    config = plain_config(adapter_config)
     manager, why_not = _only_engine(config)
     if manager is None:
         raise AdapterError(f"cannot tell the size: {why_not}")
@@ -600,7 +602,7 @@ class Stage:
         expected = self._adapter.announced.parts if self._adapter.announced is not None else None
         if receiver.parts.keys() != expected if expected is not None else self._announced not in (arrived, taken):
             missing = sorted({part.module for part in (expected or frozenset()) - receiver.parts.keys()})
-            which = f" (nothing for {', '.join(rules.compact(missing))})" if missing else ""
+            which = f" (nothing for {', '.join(compact(missing))})" if missing else ""
             raise AdapterError(
                 f"{self._announced} bytes were announced (by nbytes, or target_modules "
                 f"{self._adapter.config['target_modules']!r}), but {arrived} arrived{which}; add what is missing, "
@@ -1273,7 +1275,7 @@ def _check_for_engines(tensors: Mapping[str, torch.Tensor], config: dict[str, An
         helper = peft_helper(config)
         names = read_names(tensors, helper, None, ())
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        rules.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), None)
+        rules.check(shapes, names, None, lambda module: int(helper.get_rank_and_scaling(module)[0])).require()
         return None, "no vLLM engine with LoRA in this process yet"
     if config.get("modules_to_save"):
         return None, "it has full modules (modules_to_save), which only vLLM itself loads"
@@ -1300,7 +1302,7 @@ def _check_for_manager(manager: Any, tensors: Mapping[str, torch.Tensor], config
     names = read_names(tensors, helper, rename_mapper(model), getattr(model, "lora_skip_prefixes", None))
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     served = served_model(manager)
-    rules.check_adapter(shapes, names, lambda module: int(helper.get_rank_and_scaling(module)[0]), served)
+    rules.check(shapes, names, served, lambda module: int(helper.get_rank_and_scaling(module)[0])).require()
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

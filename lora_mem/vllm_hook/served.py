@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lora_mem.errors import AdapterError
-from lora_mem.sizing.rules import ServedModel, ServedModule, TensorName, compact
+from lora_mem.sizing.rules import NOT_PEFTS
+from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName
+from lora_mem.sizing.wording import compact, some
 from lora_mem.vllm_hook import state
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def _read_served_model(manager: Any) -> ServedModel:
     use_ep = False
     for name, layer in adapters.modules.items():
         if isinstance(layer, layers.FusedMoEWithLoRA):
-            layouts = _expert_layouts(adapters, name, layer)
+            layouts = _expert_layer(adapters, name, layer).layouts()
             for layout in layouts:
                 modules.update(layout)
             complete[name] = tuple(
@@ -72,7 +74,6 @@ def _read_served_model(manager: Any) -> ServedModel:
         complete=complete,
         ignored=lambda module: module in untargeted or (bool(not_here) and f"{module}.".startswith(not_here)),
         max_lora_rank=manager.lora_config.max_lora_rank,
-        expert_help=_expert_help(adapters),
         dtype=str(manager.lora_config.lora_dtype).removeprefix("torch."),
         local_experts=local_experts,
         projections=projections,
@@ -82,72 +83,24 @@ def _read_served_model(manager: Any) -> ServedModel:
     )
 
 
-def _expert_layouts(adapters: Any, name: str, layer: Any) -> list[dict[str, ServedModule]]:
-    """The layouts in which a layer's experts may be given: for each, module name to what it takes."""
+def _expert_layer(adapters: Any, name: str, layer: Any) -> ExpertLayer:
     moe = layer.moe_config
-    experts = layer.global_num_experts
     # Sizes of the checkpoint: a backend may pad both, and vLLM copies into a corner of the padded slot.
-    hidden = moe.hidden_dim_unpadded or moe.hidden_dim
     per_rank = moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition
-    intermediate = per_rank * layer.tp_size
-    multiple = layer.tp_size if layer.fully_sharded else 1
-    up, down = (hidden, intermediate), (intermediate, hidden)
-    children = adapters.packed_modules.get(name, [])
-
-    local = slice(0, experts)
-    if layer.use_ep:
-        local = slice(layer.ep_rank * layer.local_num_experts, (layer.ep_rank + 1) * layer.local_num_experts)
-    everything = slice(None)
-
-    if adapters._enable_moe_shared_loras:
-        one, all_ = (1,), (experts,)
-        return [
-            {
-                child: ServedModule(
-                    *(down if projection == 1 else up),
-                    stacked=(all_, one) if projection == 1 else (one, all_),
-                    rank_multiple=multiple,
-                    packed_in=name,
-                    projections=((projection, everything),),
-                    local=local,
-                )
-                for projection, child in enumerate(children)
-            }
-        ]
-    halves: tuple[tuple[int, slice], ...] = ((0, everything),)
-    if not adapters._is_3d_moe_model:
-        # Mixed format: the 2D layer takes gate (w1) and up (w3) apart, and in GPT-OSS's checkpoints they alternate.
-        interleaved = adapters.model.config.architectures[0] == "GptOssForCausalLM"
-        gate, up_rows = (
-            (slice(0, None, 2), slice(1, None, 2))
-            if interleaved
-            else (
-                slice(0, intermediate),
-                slice(intermediate, None),
-            )
-        )
-        halves = ((0, gate), (2, up_rows))
-    whole: dict[str, Any] = {"experts": experts, "rank_multiple": multiple, "packed_in": name, "local": local}
-    fused = {
-        f"{name}.base_layer": ServedModule(hidden, 2 * intermediate, projections=halves, **whole),
-        name: ServedModule(intermediate, hidden, projections=((1, everything),), **whole),
-    }
-    if not children:
-        return [fused]
-    # vLLM lists them expert by expert: w1 (gate), w2 (down), and w3 (up) where the MoE is gated.
-    kinds = [up, down] if adapters._is_non_gated_moe else [up, down, up]
-    projections = [((projection, everything),) for projection in range(len(kinds))]
-    split = {}
-    for index, child in enumerate(children):
-        expert, projection = divmod(index, len(kinds))
-        split[child] = ServedModule(
-            *kinds[projection],
-            rank_multiple=multiple,
-            packed_in=name,
-            projections=projections[projection],
-            expert=expert - local.start if local.start <= expert < local.stop else -1,
-        )
-    return [split, fused] if adapters._enable_mixed_moe_lora_format else [split]
+    first = layer.ep_rank * layer.local_num_experts if layer.use_ep else 0
+    return ExpertLayer(
+        name,
+        experts=layer.global_num_experts,
+        hidden=moe.hidden_dim_unpadded or moe.hidden_dim,
+        intermediate=per_rank * layer.tp_size,
+        children=adapters.packed_modules.get(name, []),
+        non_gated=adapters._is_non_gated_moe,
+        mixed=adapters._enable_mixed_moe_lora_format,
+        shared=adapters._enable_moe_shared_loras,
+        interleaved=adapters.model.config.architectures[0] == "GptOssForCausalLM",
+        rank_multiple=layer.tp_size if layer.fully_sharded else 1,
+        local=slice(first, first + layer.local_num_experts) if layer.use_ep else slice(0, layer.global_num_experts),
+    )
 
 
 def _linear_modules(adapters: Any, name: str, layer: Any) -> dict[str, ServedModule]:
@@ -177,22 +130,6 @@ def _linear_modules(adapters: Any, name: str, layer: Any) -> dict[str, ServedMod
     lead = len(sizes) - len(children) + 1
     sizes = [sum(sizes[:lead]), *sizes[lead:]]
     return {child: ServedModule(base.input_size, size) for child, size in zip(children, sizes, strict=False)}
-
-
-def _expert_help(adapters: Any) -> str:
-    if not adapters._is_moe:
-        return "This model has no routed experts"
-    if adapters._is_3d_moe_model:
-        return (
-            "This engine takes a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to "
-            "serve per-expert adapters start vLLM with enable_mixed_moe_lora_format=True"
-        )
-    if adapters._enable_moe_shared_loras:
-        return "This engine takes experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
-    return (
-        "This engine takes experts one by one; for fused 'experts.base_layer' and 'experts' start vLLM with "
-        "enable_mixed_moe_lora_format=True"
-    )
 
 
 def check_config(manager: Any, config: dict[str, Any]) -> PEFTHelper:
@@ -248,9 +185,5 @@ def read_names(tensors: Iterable[str], helper: PEFTHelper, mapper: Any, skip_pre
             continue
         names[key] = TensorName(module, peft_module, is_a, is_full=module in full)
     if unreadable:
-        raise AdapterError(
-            f"names that are not PEFT's: {', '.join(compact(unreadable))}; a factor is called "
-            "'base_model.model.<module>.lora_A.weight' or '...lora_B.weight', as peft.get_peft_model_state_dict "
-            "returns it (a live model's state_dict has the adapter's name in between: 'lora_A.default.weight')"
-        )
+        raise AdapterError(NOT_PEFTS.format(some(compact(unreadable))))
     return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.sizing.rules import ServedModel
+from lora_mem.sizing.serving import ServedModel
 from lora_mem.vllm_hook.staged import StagedAdapter
 
 if TYPE_CHECKING:
