@@ -211,16 +211,18 @@ class ServedModel:
         layouts = next(iter(self.complete.values()), ())
         takes = [self.modules[next(iter(layout))] for layout in layouts if layout]
         if not takes:
-            return "It has no routed experts"
-        if takes[0].stacked:
-            return "It takes experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
+            return "This model has no routed experts"
         mixed = "start vLLM with enable_mixed_moe_lora_format=True"
-        if takes[0].fused:
-            fused = "It takes a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down)"
-            return f"{fused}; to serve them one by one {mixed}"
-        if len(takes) > 1:
-            return "It takes a layer's experts one by one, or fused as 'experts.base_layer' and 'experts'"
-        return f"It takes experts one by one; for fused 'experts.base_layer' and 'experts' {mixed}"
+        if takes[0].stacked:
+            how = "experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
+        elif takes[0].fused:
+            how = "a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to serve "
+            how += f"per-expert adapters {mixed}"
+        elif len(takes) > 1:
+            how = "a layer's experts one by one, or fused as 'experts.base_layer' and 'experts'"
+        else:
+            how = f"experts one by one; for fused 'experts.base_layer' and 'experts' {mixed}"
+        return f"This engine takes {how}"
 
 
 @dataclass(frozen=True)
