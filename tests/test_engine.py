@@ -533,7 +533,7 @@ def test_a_rebuild_hands_out_the_same_memory_again(llm, hook, manager):
     for _ in range(3):
         llm.llm_engine.add_lora(request)
         model = manager._adapter_manager.get_adapter(1)
-        addresses.append(sorted(hook.offload._read(place).data_ptr() for place in hook.places(model)))
+        addresses.append(sorted(hook.offload.read_place(place).data_ptr() for place in hook.places(model)))
         manager.remove_adapter(1)
     assert addresses[0] == addresses[1] == addresses[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from lora_mem.sizing.units import BLOCK_ALIGNMENT, aligned  # noqa: E402
 from lora_mem.staging import offload, pinned  # noqa: E402
+from lora_mem.staging.arena import Arena  # noqa: E402
 from lora_mem.staging.counters import resident  # noqa: E402
 from lora_mem.staging.offload import HostCopies, move_to_host  # noqa: E402
 from lora_mem.staging.pinned import HostBlock  # noqa: E402
@@ -50,7 +52,7 @@ KINDS = ["whole", "again", "transposed", "head", "tail", "gapped", "expanded", "
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(KINDS)), min_size=1, max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_values_strides_and_sharing_survive(picks):
-    # Page-locking is asked for, so ordinary host memory is copied: the same code as for a GPU, with values to compare.
+    # Pinned memory is asked for, so ordinary host memory is copied: the same code as for a GPU, with values to compare.
     bases = [torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * number for number in range(3)]
     tensors = [view_of(bases[number], kind) for number, kind in picks]
     copies = HostCopies()
@@ -156,7 +158,7 @@ def test_a_block_outlives_itself_through_its_views():
     assert float(tensor.sum()) == 2.5 * (1 << 18)
 
 
-def test_without_a_gpu_a_block_says_why_it_is_not_page_locked():
+def test_without_a_gpu_a_block_says_why_it_is_not_pinned():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     block = HostBlock(4096)
@@ -200,3 +202,25 @@ def test_what_a_block_did_not_hand_out_is_given_back():
     assert block.take((4 * MIB,), torch.bfloat16).data_ptr() == tensor.data_ptr()
     block.shrink()
     assert block.nbytes == 8 * MIB
+
+
+def test_free_blocks_are_kept_as_spares_and_used_again():
+    class User:
+        pass
+
+    arena, users, used = Arena(), [User() for _ in range(3)], weakref.WeakSet()
+    blocks = [arena.take(4096, pin=False) for _ in users]
+    for block, user in zip(blocks, users, strict=True):
+        arena.keep(block, weakref.WeakSet([user]), spare=3)
+    assert arena.free_bytes == 0
+    del users[:2], user
+    arena.keep(arena.take(8192, pin=False), used, spare=4)  # more spares are wanted than there are
+    assert arena.free_bytes == 2 * 4096 + 8192
+    assert arena.take(4096, pin=False) is blocks[0]
+    arena.keep(blocks[0], used, spare=2)
+    assert [block for block, _ in arena.blocks if block in blocks] == [
+        blocks[2],
+        blocks[0],
+    ]  # the last two that are free
+    assert (arena.trim(4096, spare=1), arena.trim()) == (0, 4096 + 8192)
+    assert [block for block, _ in arena.blocks] == [blocks[2]]

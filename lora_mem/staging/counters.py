@@ -1,4 +1,4 @@
-"""Bytes as this process counts them: copied, resident, pinned by torch."""
+"""Bytes that are counted for this process: copied, pinned by torch, resident."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ copied = Copied()
 
 
 def pinned_by_torch() -> int | None:
-    """Bytes that torch's own cache of page-locked memory holds, in use or not; None without a GPU in this process."""
+    """Bytes that torch's own cache of pinned memory holds, in use or not; None without a GPU in this process."""
     if not torch.cuda.is_initialized():
         return None
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -1,4 +1,4 @@
-"""Copies from GPUs to host memory, on streams of their own."""
+"""Copies from GPU to host memory, beside the work of the current stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from lora_mem.staging.counters import copied
 
 
 class DeviceCopies:
-    """Copies from device memory of our own to the host, on a stream of their own, with a bounded amount under way."""
+    """Copies from device memory of our own to the host, on a stream of their own, with a bounded amount under way.
+
+    Attributes:
+        waited: seconds spent waiting for copies.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -23,9 +27,7 @@ class DeviceCopies:
         self._also: set[torch.device] = set()
 
     def make_room(self, nbytes: int) -> None:
-        """Before so many bytes more are taken from the device's memory: let go of what has arrived on the host, and
-        wait while it would be too much under way.
-        """
+        """Let go of what has arrived on the host; wait while `nbytes` more of device memory would be too much."""
         most = allowed_under_way(nbytes)
         while self._under_way and (self._bytes + nbytes > most or self._under_way[0][0].query()):
             self._wait_for_oldest()

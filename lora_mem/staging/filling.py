@@ -1,4 +1,4 @@
-"""What is made of parts while the others arrive."""
+"""Parts that are made use of while others still arrive."""
 
 from __future__ import annotations
 

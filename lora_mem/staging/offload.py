@@ -25,9 +25,9 @@ class Moved:
 
     Attributes:
         tensors: places whose tensor was replaced.
-        copies: distinct host copies made; the rest were aliases.
+        copies: distinct host copies made; the other places held aliases.
         nbytes: bytes copied from the device to the host.
-        unpinned_because: why the host copies are not page-locked, or None where they are.
+        unpinned_because: why the host copies are not pinned, or None where they are.
     """
 
     tensors: int = 0
@@ -44,8 +44,7 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._sources: list[torch.Tensor] = []
+        self._copies: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # source and copy
         self._unpinned_because: str | None = None
         self._moved = 0
         self._nbytes = 0
@@ -53,41 +52,34 @@ class HostCopies:
     def of(self, tensors: Sequence[torch.Tensor], *, pin: bool, own: bool = False) -> list[torch.Tensor]:
         """The host copy of each tensor, in order; copies may still be under way until `close`.
 
-        A tensor that is on the host already stays as it is, unless `pin` asks for page-locked memory and it is not, or
-        `own` for a copy whatever it is. All new copies of one call lie in one exactly sized block.
+        A tensor that is on the host already stays as it is, unless `pin` asks for pinned memory and it is not, or `own`
+        for a copy whatever it is. All new copies of one call lie in one exactly sized block.
+
+        Raises:
+            OSError, OverflowError: the system has not that much memory.
         """
-        new: dict[tuple[Any, ...], torch.Tensor] = {}
-        keys: list[tuple[Any, ...] | None] = []
-        for tensor in tensors:
-            if tensor.device.type == "cpu" and not own and (not pin or tensor.is_pinned()):
-                keys.append(None)
-                continue
-            key = view_key(tensor)
-            keys.append(key)
-            if key not in self._copies and key not in new:
-                new[key] = tensor
+        stay = [t.device.type == "cpu" and not own and (not pin or t.is_pinned()) for t in tensors]
+        keys = [None if stays else view_key(tensor) for tensor, stays in zip(tensors, stay, strict=True)]
+        new = {key: t for t, key in zip(tensors, keys, strict=True) if key is not None and key not in self._copies}
         if new:
             sources = {key: without_repeats(tensor) for key, tensor in new.items()}
             block = HostBlock(sum(aligned(source.nbytes) for source in sources.values()), pin=pin)
             self._unpinned_because = self._unpinned_because or block.unpinned_because
             for key, source in sources.items():
-                stride = source.stride() if is_dense(source) else None
-                target = block.take(source.shape, source.dtype, stride)
+                target = block.take(source.shape, source.dtype, source.stride() if is_dense(source) else None)
                 _copy(target, source)
                 # Factors that were expanded from one (stride 0) are copied once and expanded again.
-                self._copies[key] = target.expand(new[key].shape) if target.shape != new[key].shape else target
+                self._copies[key] = new[key], target.expand(new[key].shape)
                 self._nbytes += source.nbytes
                 copied.to_host += source.nbytes if source.is_cuda else 0
-            self._sources += new.values()
         self._moved += sum(key is not None for key in keys)
-        return [tensor if key is None else self._copies[key] for tensor, key in zip(tensors, keys, strict=True)]
+        return [tensor if key is None else self._copies[key][1] for tensor, key in zip(tensors, keys, strict=True)]
 
     def close(self) -> Moved:
         """Wait for the copies and let go of the sources."""
-        for device in {source.device for source in self._sources if source.device.type == "cuda"}:
+        for device in {source.device for source, _ in self._copies.values() if source.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         moved = Moved(self._moved, len(self._copies), self._nbytes, self._unpinned_because)
-        self._sources.clear()
         self._copies.clear()
         return moved
 
@@ -98,7 +90,7 @@ def move_to_host(groups: Iterable[Sequence[Place]], *, pin: bool) -> Moved:
     Args:
         groups: places whose memory should live and die together; each group's new copies share one block. A view that
             two groups share is copied for the first of them.
-        pin: into page-locked memory, where that is possible (`Moved.unpinned_because` says when it is not).
+        pin: into pinned memory, where that is possible (`Moved.unpinned_because` says when it is not).
 
     Afterwards nothing here refers to device memory, the allocator's cache is empty, and pending CUDA IPC imports are
     closed: `torch.cuda.memory_allocated()` and `memory_reserved()` no longer count any of it. The caller must hold no
@@ -107,7 +99,7 @@ def move_to_host(groups: Iterable[Sequence[Place]], *, pin: bool) -> Moved:
     copies = HostCopies()
     try:
         for places in groups:
-            hosts = copies.of([_read(place) for place in places], pin=pin)
+            hosts = copies.of([read_place(place) for place in places], pin=pin)
             for place, host in zip(places, hosts, strict=True):
                 _write(place, host)
             del hosts
@@ -131,7 +123,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _read(place: Place) -> torch.Tensor:
+def read_place(place: Place) -> torch.Tensor:
+    """The tensor that is held there."""
     holder, key = place
     tensor: torch.Tensor = holder[key] if isinstance(holder, (dict, list)) else getattr(holder, key)
     return tensor

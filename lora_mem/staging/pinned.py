@@ -1,4 +1,4 @@
-"""Page-locked host memory of exact size, and an arena of it for the versions of adapters that come and go.
+"""Pinned host memory of exact size.
 
 `torch.empty(pin_memory=True)` rounds every block up to a power of two, takes seconds to pin gigabytes, and keeps freed
 blocks in its own cache. A `HostBlock` is one anonymous mapping, backed by huge pages where the kernel allows it,
@@ -14,92 +14,60 @@ import math
 import mmap
 import os
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from lora_mem.sizing.units import aligned
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 _TOUCH_THREADS = 16
 _TOUCH_CHUNK = 64 * 2**20
 
 
-class _Mapping(mmap.mmap):
-    """An anonymous mapping that unregisters itself from CUDA before it is unmapped.
-
-    A tensor made by `torch.frombuffer` holds a reference to the mapping, so it lives as long as its last view.
-    """
-
-    registered_at = 0
-    registered_bytes = 0
-
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Page-lock the first `nbytes`; returns why that failed, or None."""
-        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if error:
-            return f"cudaHostRegister of {nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
-        self.registered_at, self.registered_bytes = address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        _pinned(address, self.registered_bytes)
-        return None
-
-    def unregister(self) -> None:
-        """Let go of the page lock, where there is one."""
-        if self.registered_at:
-            torch.cuda.synchronize()  # a copy from or to it may still be under way
-            torch.cuda.cudart().cudaHostUnregister(self.registered_at)
-            _pinned(self.registered_at, -self.registered_bytes)
-            self.registered_at = 0
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.unregister()
-
-
 class HostBlock:
-    """`nbytes` of host memory, page-locked where that is possible, handed out front to back.
+    """`nbytes` of host memory, pinned where that is possible, handed out front to back.
 
     Args:
         nbytes: the size, in bytes; exactly this much is mapped (in whole pages), nothing is rounded to a power of two.
-        pin: ask for page-locked memory. Without a CUDA device, or where the system refuses to lock that much, the block
-            is ordinary memory and `unpinned_because` says why.
+        pin: ask for pinned memory. Without a CUDA device, or where the system refuses to pin that much, the block is
+            ordinary memory and `unpinned_because` says why.
 
     Attributes:
-        pinned: whether every view of this block answers `is_pinned()` with True.
-        unpinned_because: the reason, or None.
+        used: bytes handed out so far, with alignment.
+        unpinned_because: why `is_pinned()` of its views is False, or None where it is True.
+
+    Raises:
+        ValueError: `nbytes` is negative.
+        OSError, OverflowError: the system has not that much.
     """
 
     pinned_bytes: ClassVar[int] = 0
-    """Bytes that all blocks of this process have page-locked now."""
+    """Bytes that all blocks of this process have pinned now."""
 
     watchers: ClassVar[list[Callable[[int, int], None]]] = []
-    """Called with (address, bytes) when a block has been page-locked, and with minus the bytes when it is let go."""
+    """Called with (address, bytes) when a block has been pinned, and with minus the bytes when it is let go."""
 
     def __init__(self, nbytes: int, *, pin: bool = True) -> None:
         if nbytes < 0:
             raise ValueError(f"nbytes must be 0 or more, got {nbytes}")
         self.nbytes = nbytes
         self.used = 0
-        self._asked_to_pin = pin
-        self.unpinned_because: str | None = None if pin else "not asked for"
+        self._pin = pin
         # Private: the kernel gives shared anonymous memory huge pages only where an administrator allowed it.
-        mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= 2 * 2**20 and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, nothing else
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._mapping = mapping
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):
-            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+            self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
-        if pin:
-            self.unpinned_because = self._page_lock(mapping)
+        self.unpinned_because = self._register() if pin else "not asked for"
 
     @property
     def pinned(self) -> bool:
-        """Whether the memory is page-locked."""
+        """Whether the memory is pinned."""
         return self.unpinned_because is None
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> torch.Tensor:
@@ -134,36 +102,69 @@ class HostBlock:
         self.used = 0
 
     def extra(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor beside the block, page-locked where the block was to be."""
-        return HostBlock(math.prod(shape) * dtype.itemsize, pin=self._asked_to_pin).take(shape, dtype)
+        """An uninitialised tensor beside the block, pinned where the block was to be."""
+        return HostBlock(math.prod(shape) * dtype.itemsize, pin=self._pin).take(shape, dtype)
 
     def shrink(self) -> None:
-        """Give the system back what was not handed out, in whole pages; the block is as large as what was, then."""
-        keep = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE
-        tail = len(self._mapping) - keep
+        """Give the system back what was not handed out, in whole pages; `nbytes` is what was, then."""
         self.nbytes = self.used
-        if tail <= 0:
-            return
-        pinned = self._mapping.registered_at
-        self._mapping.unregister()
-        self._mapping.madvise(mmap.MADV_DONTNEED, keep, tail)
-        if pinned and keep:
-            self.unpinned_because = self._mapping.register(pinned, keep)
+        keep = _whole_pages(self.used)
+        if keep < len(self._mapping):
+            pinned = self._mapping.registered is not None
+            self._mapping.unregister()
+            self._mapping.madvise(mmap.MADV_DONTNEED, keep, len(self._mapping) - keep)
+            if pinned and keep:
+                self.unpinned_because = self._mapping.register(self._bytes.data_ptr(), keep)
 
-    def _page_lock(self, mapping: _Mapping) -> str | None:
+    def _register(self) -> str | None:
+        """Pin the mapping; returns why that failed, or None."""
         if self.nbytes == 0:
             return None
         if not torch.cuda.is_available():
             return "no CUDA device in this process"
-        address = self._bytes.data_ptr()
         # A forked child would make the pages copy-on-write, and the GPU would go on with those that we gave up.
-        mapping.madvise(mmap.MADV_DONTFORK)
-        _touch(address, self.nbytes)
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+        _touch(self._bytes.data_ptr(), self.nbytes)
         torch.cuda.init()
-        return mapping.register(address, self.nbytes)
+        return self._mapping.register(self._bytes.data_ptr(), self.nbytes)
 
 
-def _pinned(address: int, nbytes: int) -> None:
+class _Mapping(mmap.mmap):
+    """An anonymous mapping that unregisters itself from CUDA before it is unmapped.
+
+    A tensor made by `torch.frombuffer` holds a reference to the mapping, so it lives as long as its last view.
+    """
+
+    registered: tuple[int, int] | None = None  # address and bytes, where it is pinned
+
+    def register(self, address: int, nbytes: int) -> str | None:
+        """Pin the first `nbytes`; returns why that failed, or None."""
+        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if error:
+            return f"cudaHostRegister of {nbytes} bytes failed with CUDA error {error} (see `ulimit -l`)"
+        self.registered = address, _whole_pages(nbytes)
+        _count(*self.registered)
+        return None
+
+    def unregister(self) -> None:
+        """Unpin what is pinned."""
+        if self.registered is not None:
+            address, nbytes = self.registered
+            torch.cuda.synchronize()  # a copy from or to it may still be under way
+            torch.cuda.cudart().cudaHostUnregister(address)
+            self.registered = None
+            _count(address, -nbytes)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.unregister()
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _count(address: int, nbytes: int) -> None:
     HostBlock.pinned_bytes += nbytes
     for watcher in HostBlock.watchers:
         watcher(address, nbytes)
@@ -176,6 +177,5 @@ def _touch(address: int, nbytes: int) -> None:
         # madvise(MADV_POPULATE_WRITE) spares a write of each byte, and yet took twice as long on an H200 host.
         ctypes.memset(address + start, 0, min(_TOUCH_CHUNK, nbytes - start))
 
-    starts = range(0, nbytes, _TOUCH_CHUNK)
     with ThreadPoolExecutor(min(_TOUCH_THREADS, os.cpu_count() or 1)) as threads:
-        list(threads.map(fault_in, starts))
+        list(threads.map(fault_in, range(0, nbytes, _TOUCH_CHUNK)))

@@ -789,7 +789,7 @@ def _wrap_load_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
             with _recorded("build"):
                 model = original(manager, request)
             # A directory's adapter is built on the host. One that is not came from another in-memory loader.
-            on_device = not _inactive_because and any(offload._read(p).device.type != "cpu" for p in places(model))
+            on_device = not _inactive_because and any(offload.read_place(p).device.type != "cpu" for p in places(model))
         else:
             with _recorded("build"):
                 model = _load_staged(original, manager, request)

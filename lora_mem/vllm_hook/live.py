@@ -29,7 +29,9 @@ def holders(manager: Any) -> dict[str, dict[str, int]]:
     adapter_manager = manager._adapter_manager
     slots = [tensor for module in adapter_manager.modules.values() for tensor in slot_buffers(module).values()]
     result["slots"] = bytes_by_device(slots, seen)
-    registered = [offload._read(place) for model in adapter_manager.list_adapters().values() for place in places(model)]
+    registered = [
+        offload.read_place(place) for model in adapter_manager.list_adapters().values() for place in places(model)
+    ]
     result["registered"] = bytes_by_device(registered, seen)
     result["staged"] = bytes_by_device([tensor for stage in state.staged.values() for tensor in stage.held()], seen)
     return result
@@ -82,7 +84,7 @@ def live_adapters(manager: Any) -> dict[int, LiveAdapter]:
         model, stage = registered.get(lora_int_id), state.staged.get(lora_int_id)
         packed: dict[str, list[torch.Tensor]] = {}
         for name, lora in {**getattr(model, "loras", {}), **getattr(model, "modules_to_save", {})}.items():
-            packed[name] = [offload._read(place) for place in lora_places(lora)]
+            packed[name] = [offload.read_place(place) for place in lora_places(lora)]
         staged = {} if stage is None else _staged_by_module(manager, stage)
         rank = int(stage.config["r"]) if stage is not None else registered[lora_int_id].rank
         block = stage.block.nbytes if stage is not None and stage.block is not None else 0

@@ -1,4 +1,4 @@
-"""What an offload does to real GPU tensors: values, strides, sharing, page-locking, and not one GPU byte left."""
+"""What an offload does to real GPU tensors: values, strides, sharing, pinned memory, and not one GPU byte kept."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_block_is_exact_pinned_and_given_back():
         HostBlock(8).take((4,), torch.float32)
 
 
-def test_a_block_that_is_shrunk_stays_page_locked_as_far_as_it_is_used():
+def test_a_block_that_is_shrunk_stays_pinned_as_far_as_it_is_used():
     pinned = HostBlock.pinned_bytes
     block = HostBlock(512 * MIB)
     tensor = block.take((16 * MIB,), torch.bfloat16)
