@@ -456,7 +456,7 @@ def test_what_a_measurement_says_of_itself(llm, hook, manager):
     assert (second.packed_bytes, second.shared_bytes) == (0, 0)
     assert first.host_bytes == second.host_bytes == first.packed_bytes + second.staged_bytes
     assert f"cpu={first.packed_bytes}" in first.why("packed")
-    assert "page_locked=0" in first.why("packed")
+    assert "pinned=0" in first.why("packed")
     (sent,) = llm.collective_rpc("lora_mem_measure", args=(1,))
     received = footprints.Footprint.from_dict(json.loads(json.dumps(sent)))
     assert first.compare(received).equal

@@ -10,7 +10,7 @@ from test_cli import lora_mem
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing.footprints import footprint
-from lora_mem.sizing.options import STRATEGIES
+from lora_mem.sizing.options import OPTIONS, STRATEGIES
 from lora_mem.sizing.planning import GPUS, by_model, plan, savings, sweep
 from lora_mem.sizing.shapes import known_models
 
@@ -193,3 +193,14 @@ def test_the_interactive_planner_follows_its_widgets() -> None:
     assert "assumed: moe_backend=triton" in box.children[1].value
     box.choose["moe_backend"].value = "mxfp4_marlin"
     assert box.result.slot_bytes
+    assert box.choose.keys() == {"model", *OPTIONS}
+    box.choose["model"].value = QWEN
+    box.choose["max_cpu_loras"].value = "many"
+    assert "max_cpu_loras=&#x27;many&#x27;: must be a whole number" in box.children[1].value
+    box.choose["max_cpu_loras"].value = "8"
+    assert box.result.registered_adapters == 8
+    assert box.result.strategy == "stage"
+    box.choose["target_modules"].value = "q_proj, o_proj"
+    assert box.result.packed_bytes < expected.packed_bytes
+    box.choose["target_modules"].value = ""
+    assert box.result.options.target_modules == "all-linear"

@@ -23,7 +23,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         predicted.compare(lora_mem.measure(llm))
 
     Each figure is the bytes of real tensors, memory that several of them show counted once; `why` tells how many
-    tensors, on which devices, and how much of it is page-locked. To be called in the worker's process; from outside by
+    tensors, on which devices, and how much of it is pinned. To be called in the worker's process; from outside by
     `collective_rpc` (see `lora_mem.WorkerExtension`).
 
     Args:
@@ -63,58 +63,67 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         return strategy != "keep" if worker.device.type == "cpu" else device == "cpu"
 
     packed, staged, buffers = (memory(_all(modules)) for modules in (adapter.packed, adapter.staged, slots))
-    every = [_all(one.packed) + _all(one.staged) for one in adapters.values()]
-    alive = memory(tensor for tensors in every for tensor in tensors)
-    resident = {key: size for key, size in alive.items() if not on_host(key[0])}
+    alive = memory(tensor for one in adapters.values() for tensor in _all(one.packed) + _all(one.staged))
+    resident = sum(size for (device, _), size in alive.items() if not on_host(device))
     host = {key: size for key, size in alive.items() if on_host(key[0])}
-    blocks = memory(t for one in adapters.values() if one.block_bytes for t in _all(one.staged))
+    blocks = memory(tensor for one in adapters.values() if one.block_bytes for tensor in _all(one.staged))
     pinned = sum(power_of_two(size) for key, size in host.items() if key not in blocks)
     if strategy != "keep":
         pinned += sum(one.block_bytes for one in adapters.values())
-    slot_bytes, host_bytes = sum(buffers.values()), sum(host.values())
-    both = packed | staged
-    under_way = most_under_way(sum(packed.values()), max(packed.values(), default=0))
-    peak = {"keep": sum(resident.values()), "offload": sum(both.values()), "stage": under_way}[strategy]
-    sizes: dict[str, Any] = {
-        "packed_bytes": sum(packed.values()),
-        "staged_bytes": sum(staged.values()),
-        "shared_bytes": sum(size for key, size in packed.items() if key in staged),
-        "slot_bytes": slot_bytes,
-        "slot_padding_bytes": padding(slot_bytes, adapter.rank, worker.max_lora_rank),
-        "host_bytes": host_bytes,
-        "host_pinned_bytes": pinned,
-        "node_host_bytes": worker.workers_per_node * host_bytes,
-        "node_host_pinned_bytes": worker.workers_per_node * pinned,
-        "gpu_resident_bytes": slot_bytes + sum(resident.values()),
-        "gpu_sync_peak_bytes": slot_bytes + peak,
-    }
+    slot_bytes, host_bytes, packed_bytes = (sum(sizes.values()) for sizes in (buffers, host, packed))
+    under_way = most_under_way(packed_bytes, max(packed.values(), default=0))
+    brought_in = {"keep": resident, "offload": sum((packed | staged).values()), "stage": under_way}[strategy]
+    workers = worker.workers_per_node
     tensors = "sum over distinct tensors of their bytes"
-    found: dict[str, tuple[str, Mapping[str, Any]]] = {
-        "packed_bytes": (tensors, _where(_all(adapter.packed))),
-        "staged_bytes": (tensors, _where(_all(adapter.staged))),
-        "shared_bytes": ("sum over packed tensors that are staged ones", {}),
-        "slot_bytes": (tensors, _where(_all(slots))),
-        "slot_padding_bytes": (
-            "slots * (max_lora_rank - rank) // max_lora_rank",
-            {"slots": slot_bytes, "max_lora_rank": worker.max_lora_rank, "rank": adapter.rank},
+    ranks = {"max_lora_rank": worker.max_lora_rank, "rank": adapter.rank}
+    # Bytes, formula and inputs of each figure.
+    figures: dict[str, tuple[int, str, Mapping[str, Any]]] = {
+        "packed_bytes": (packed_bytes, tensors, _where(_all(adapter.packed))),
+        "staged_bytes": (sum(staged.values()), tensors, _where(_all(adapter.staged))),
+        "shared_bytes": (
+            sum(size for key, size in packed.items() if key in staged),
+            "sum over packed tensors that are staged ones",
+            {},
         ),
-        "host_bytes": ("sum over all adapters' distinct tensors on the host", {"adapters": len(adapters)}),
-        "host_pinned_bytes": ("blocks of laid-out adapters + next power of two of every other tensor's bytes", {}),
-        "node_host_bytes": ("workers_per_node * host", {"workers_per_node": worker.workers_per_node}),
-        "node_host_pinned_bytes": ("workers_per_node * host_pinned", {"workers_per_node": worker.workers_per_node}),
-        "gpu_resident_bytes": ("slots + adapters on the GPU", {"slots": slot_bytes, "adapters": len(adapters)}),
-        "gpu_sync_peak_bytes": ("slots + what bringing it in takes", {"slots": slot_bytes, "brought_in": peak}),
+        "slot_bytes": (slot_bytes, tensors, _where(_all(slots))),
+        "slot_padding_bytes": (
+            padding(slot_bytes, adapter.rank, worker.max_lora_rank),
+            "slots * (max_lora_rank - rank) // max_lora_rank",
+            {"slots": slot_bytes, **ranks},
+        ),
+        "host_bytes": (
+            host_bytes,
+            "sum over all adapters' distinct tensors on the host",
+            {"adapters": len(adapters)},
+        ),
+        "host_pinned_bytes": (
+            pinned,
+            "blocks of laid-out adapters + next power of two of every other tensor's bytes",
+            {},
+        ),
+        "node_host_bytes": (workers * host_bytes, "workers_per_node * host", {"workers_per_node": workers}),
+        "node_host_pinned_bytes": (workers * pinned, "workers_per_node * host_pinned", {"workers_per_node": workers}),
+        "gpu_resident_bytes": (
+            slot_bytes + resident,
+            "slots + adapters on the GPU",
+            {"slots": slot_bytes, "adapters": len(adapters)},
+        ),
+        "gpu_sync_peak_bytes": (
+            slot_bytes + brought_in,
+            "slots + what bringing it in takes",
+            {"slots": slot_bytes, "brought_in": brought_in},
+        ),
     }
-    by_holder = dict(zip(HOLDERS, (adapter.packed, adapter.staged, slots), strict=True))
-    rows = [row for holder, modules in by_holder.items() for row in _rows(holder, modules)]
+    by_holder = zip(HOLDERS, (adapter.packed, adapter.staged, slots), strict=True)
+    sizes: dict[str, Any] = {name: size for name, (size, _, _) in figures.items()}
     return Footprint(
         **sizes,
         model=worker.model,
         strategy=strategy,
         under_way_bytes=under_way,
-        workers_per_node=worker.workers_per_node,
-        found=found,
-        found_rows=tuple(rows),
+        workers_per_node=workers,
+        found={name: (formula, inputs) for name, (_, formula, inputs) in figures.items()},
+        found_rows=tuple(row for holder, modules in by_holder for row in _rows(holder, modules)),
     )
 
 
@@ -134,12 +143,12 @@ def _all(modules: Mapping[str, list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def _where(tensors: list[torch.Tensor]) -> dict[str, int]:
-    """How many tensors show distinct memory, their bytes by device, and of these the page-locked ones."""
+    """How many tensors show distinct memory, their bytes by device, and of these the pinned ones."""
     every = memory(tensors)
     found = {"tensors": len(every)}
     for (device, _), size in every.items():
         found[device] = found.get(device, 0) + size
-    return {**found, "page_locked": sum(memory(tensor for tensor in tensors if tensor.is_pinned()).values())}
+    return {**found, "pinned": sum(memory(tensor for tensor in tensors if tensor.is_pinned()).values())}
 
 
 def _rows(holder: str, modules: Mapping[str, list[torch.Tensor]]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""An interactive planner for notebooks: rank, slots and parallelism above, the footprint below. Needs ipywidgets."""
+"""An interactive planner for notebooks: every option above, the footprint below. Needs ipywidgets."""
 
 from __future__ import annotations
 
@@ -7,52 +7,34 @@ from typing import Any
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing.footprints import footprint
-from lora_mem.sizing.options import MAX_LORA_RANKS, MOE_BACKENDS, STRATEGIES
+from lora_mem.sizing.options import OPTIONS, Option
 from lora_mem.sizing.shapes import known_models
 
 
 def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
     """A box of widgets that shows the footprint of what is chosen, and the reason where vLLM would refuse it.
 
-    Every known model can be chosen, and any other name or path typed. The last result is the box's `result` (a
-    `Footprint`, or None while the choice cannot be sized). Plain widgets only: no kernel extension beyond ipywidgets.
+    Every known model can be chosen, and any other name or path typed; what is left empty is the default. The box has
+    its widgets by name as `choose`, and the last result as `result` (a `Footprint`, or None while the choice cannot be
+    sized). Plain widgets only: no kernel extension beyond ipywidgets.
     """
     import ipywidgets as widgets
 
-    choose = {
-        "model": widgets.Combobox(value=model, options=list(known_models()), description="model", ensure_option=False),
-        "rank": widgets.IntText(value=rank, description="rank"),
-        "target_modules": widgets.Text(value="all-linear", description="targets"),
-        # Not None for what vLLM or the checkpoint decides: a Dropdown takes that for no choice.
-        "max_lora_rank": widgets.Dropdown(
-            options=[("smallest", 0), *((str(value), value) for value in MAX_LORA_RANKS)], description="max_lora_rank"
-        ),
-        "max_loras": widgets.IntSlider(value=1, min=1, max=32, description="max_loras"),
-        "max_cpu_loras": widgets.IntSlider(value=1, min=1, max=128, description="max_cpu_loras"),
-        "tensor_parallel_size": widgets.Dropdown(options=[1, 2, 4, 8, 16], value=1, description="TP"),
-        "enable_expert_parallel": widgets.Checkbox(value=False, description="expert parallel"),
-        "fully_sharded_loras": widgets.Checkbox(value=False, description="fully sharded"),
-        "moe_backend": widgets.Dropdown(
-            options=[("the checkpoint's", ""), *((name, name) for name in MOE_BACKENDS)], description="MoE backend"
-        ),
-        "strategy": widgets.Dropdown(options=list(STRATEGIES), value="stage", description="strategy"),
-    }
-    for widget in choose.values():
-        widget.style.description_width = "8rem"
-        widget.layout.width = "26rem"
+    choose = {"model": widgets.Combobox(value=model, options=list(known_models()), ensure_option=False)}
+    choose |= {name: _widget(option) for name, option in OPTIONS.items()}
+    choose["rank"].value = rank
+    for name, widget in choose.items():
+        widget.description = name
+        widget.style.description_width = "16rem"
+        widget.layout.width = "30rem"
     output = widgets.HTML()
-    box = widgets.VBox([widgets.VBox(list(choose.values())), output])
-    box.result = None
+    box = widgets.VBox([widgets.Box(list(choose.values()), layout={"flex_flow": "row wrap"}), output])
+    box.choose, box.result = choose, None
 
     def show(_change: Any = None) -> None:
-        chosen = {name: widget.value for name, widget in choose.items()}
-        names = [name.strip() for name in chosen.pop("target_modules").split(",")]
-        targets = names[0] if len(names) == 1 else names
-        chosen |= {name: chosen[name] or None for name in ("max_lora_rank", "moe_backend")}
-        # More slots than registered adapters is nothing that vLLM takes: the lower slider follows.
-        chosen["max_cpu_loras"] = max(chosen["max_cpu_loras"], chosen["max_loras"])
+        chosen = {name: _chosen(option, choose[name].value) for name, option in OPTIONS.items()}
         try:
-            box.result = footprint(chosen.pop("model"), target_modules=targets, **chosen)
+            box.result = footprint(choose["model"].value, **chosen)
             output.value = box.result._repr_html_()
         except SizingError as error:
             box.result = None
@@ -60,6 +42,33 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
 
     for widget in choose.values():
         widget.observe(show, names="value")
-    box.choose = choose
     show()
     return box
+
+
+def _widget(option: Option) -> Any:
+    import ipywidgets as widgets
+
+    tip = {"tooltip": option.help}
+    if option.type is bool and option.default is not None:
+        return widgets.Checkbox(value=option.default, indent=True, **tip)
+    if option.choices or option.type is bool:
+        choices = [(str(choice), choice) for choice in option.choices or (True, False)]
+        # Not None for what is left to the model or vLLM: a Dropdown takes that for no choice.
+        default = [("default", "")] if option.default is None else []
+        return widgets.Dropdown(options=default + choices, value=option.default or "", **tip)
+    if option.type is int and option.default is not None:
+        return widgets.IntText(value=option.default if isinstance(option.default, int) else 1, **tip)
+    return widgets.Text(value=option.default or "", placeholder="default", continuous_update=False, **tip)
+
+
+def _chosen(option: Option, value: Any) -> Any:
+    """A widget's value as the option takes it; what is no number is left to the option's check to refuse."""
+    if value == "":
+        return option.default
+    if not isinstance(value, str) or option.choices:
+        return value
+    try:
+        return option.read(value) if option.type is str else option.type(value)
+    except ValueError:
+        return value
