@@ -80,8 +80,7 @@ def run(
         generate: compare tokens too; without it slots only, for an engine that can load adapters but not run here.
         say: told what is going on.
     """
-    if syncs < 2:
-        raise SizingError("syncs", syncs, "must be 2 or more: the first one pays for what is reserved once")
+    check_syncs(syncs)
     vllm_hook.install("stage")
     manager = vllm_hook.manager_of(llm)
     worker = vllm_hook.live_worker(manager)
@@ -154,6 +153,12 @@ def run(
         repeats=tuple(held),
         skipped=skipped,
     )
+
+
+def check_syncs(syncs: int) -> None:
+    """Refuse what would show only the first sync, with a `SizingError`."""
+    if syncs < 2:
+        raise SizingError("syncs", syncs, "must be 2 or more: the first one pays for what is reserved once")
 
 
 def _no_room(strategy: Way, packed_bytes: int) -> str:

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from lora_mem.errors import SizingError
+from lora_mem.sizing.options import OPTIONS, REQUIRED, Option
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="The memory of LoRA adapters in vLLM.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="The memory of LoRA adapters in vLLM."
+)
+
+Model = Annotated[str, typer.Argument(help="A hub name, or a path to a config.json.")]
+Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs; --json has them always.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with every option of `lora_mem.Options` on its command line; it gets those that were given."""
+
+    def run(**arguments: Any) -> None:
+        options = {name: arguments.pop(name) for name in OPTIONS}
+        given = {name: value for name, value in options.items() if value is not None}
+        read = {name: OPTIONS[name].read(value) for name, value in given.items() if isinstance(value, str)}
+        command(**arguments, **given | read)
+
+    own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.kind != one.VAR_KEYWORD]
+    run.__signature__ = inspect.Signature([*own, *map(_parameter, OPTIONS.values())])  # type: ignore[attr-defined]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    """An option of the calculator as Typer takes it, by its short flag and by vLLM's or PEFT's name."""
+    flag = f"--{option.name.replace('_', '-')}"
+    if option.type is bool and option.default is None:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    flags = (flag,) if option.flag in flag.split("/") else (option.flag, flag)
+    choices = f" One of {', '.join(map(str, option.choices))}." if option.choices else ""
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if option.default is REQUIRED else option.default,
+        annotation=Annotated[option.type | None, typer.Option(*flags, help=option.help + choices)],
+    )
 
 
 def _print_version(wanted: bool) -> None:
@@ -32,239 +70,79 @@ def _root(
     """The memory of LoRA adapters in vLLM."""
 
 
-# The options of both commands, in vLLM's words.
-Model = Annotated[str, typer.Argument(help="A hub name, or a path to a config.json.")]
-Rank = Annotated[int, typer.Option(help="The adapter's rank.")]
-Targets = Annotated[
-    str, typer.Option(help="PEFT's names separated by commas, 'experts' for the routed experts, or 'all-linear'.")
-]
-MaxLoraRank = Annotated[int | None, typer.Option(help="Rank of the slots; default the smallest that fits.")]
-MaxLoras = Annotated[int, typer.Option(help="Slots.")]
-MaxCpuLoras = Annotated[int | None, typer.Option(help="Registered adapters; default max_loras.")]
-Tp = Annotated[int, typer.Option("--tp", help="tensor_parallel_size.")]
-Pp = Annotated[int, typer.Option("--pp", help="pipeline_parallel_size.")]
-Dp = Annotated[int, typer.Option("--dp", help="data_parallel_size.")]
-Ep = Annotated[bool, typer.Option("--ep", help="enable_expert_parallel.")]
-FullySharded = Annotated[bool, typer.Option("--fully-sharded", help="fully_sharded_loras.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-MoeBackend = Annotated[
-    str | None, typer.Option(help="What computes the experts: triton, mxfp4_marlin, ...; default by the checkpoint.")
-]
-StrategyName = Annotated[str, typer.Option(help="keep, offload or stage: where an adapter is after a sync.")]
-Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs; --json has them always.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
-
-
 @app.command()
+@_with_options
 def size(
+    *,
     model: Model,
-    rank: Rank,
-    target_modules: Targets = "all-linear",
-    max_lora_rank: MaxLoraRank = None,
-    max_loras: MaxLoras = 1,
-    max_cpu_loras: MaxCpuLoras = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    dp: Dp = 1,
-    ep: Ep = False,
-    fully_sharded: FullySharded = False,
-    dtype: Dtype = "bfloat16",
-    moe_backend: MoeBackend = None,
-    strategy: StrategyName = "stage",
     phases: Annotated[bool, typer.Option("--phases", help="The GPU phase by phase of a colocated run.")] = False,
     why: Why = False,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """The bytes of each holder of an adapter, per worker."""
     from lora_mem.sizing.footprints import footprint
     from lora_mem.sizing.units import gib
 
-    try:
-        result = footprint(
-            model,
-            rank=rank,
-            **_options(
-                target_modules,
-                max_lora_rank,
-                max_loras,
-                max_cpu_loras,
-                tp,
-                pp,
-                dp,
-                ep,
-                fully_sharded,
-                dtype,
-                moe_backend,
-                strategy,
-            ),
-        )
-    except SizingError as error:
-        _fail(error)
+    result = footprint(model, **options)
     _say_assumed(result.assumes)
+    title = f"{result.model}, rank {options['rank']}, {result.strategy}"
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        _print_json(result)
     elif phases:
-        found = result.phases()
         rows = [
-            (phase, *(f"{size:,}" for size in held.values()), gib(sum(held.values()))) for phase, held in found.items()
+            (phase, *(f"{size:,}" for size in held.values()), gib(sum(held.values())))
+            for phase, held in result.phases().items()
         ]
-        _print_table(
-            f"{result.model}, rank {rank}, {strategy}", ("phase", "slots", "adapters", "all"), rows, plain=True
-        )
+        _print_table(title, ("phase", "slots", "adapters", "all"), rows, plain=True)
     elif why:
         print("\n\n".join(result.why(line.name) for line in result.lines))
     else:
         rows = [
             (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.formula) for line in result.lines
         ]
-        _print_table(
-            f"{result.model}, rank {rank}, {strategy}, per worker",
-            ("figure", "bytes", "GiB", "formula"),
-            rows,
-        )
+        _print_table(f"{title}, per worker", ("figure", "bytes", "GiB", "formula"), rows)
 
 
 @app.command()
+@_with_options
 def plan(
+    *,
     model: Model,
-    rank: Rank,
     gpu: Annotated[str, typer.Option(help="The GPU's memory in GiB, or its name, e.g. H200.")],
     weights: Annotated[float, typer.Option(help="The model's weights in one worker, GiB.")],
     kv_cache: Annotated[float, typer.Option(help="KV cache and other room to leave in one worker, GiB.")] = 0.0,
     host: Annotated[float | None, typer.Option(help="Host memory of a node for adapters, GiB.")] = None,
-    target_modules: Targets = "all-linear",
-    max_lora_rank: MaxLoraRank = None,
-    max_loras: MaxLoras = 1,
-    max_cpu_loras: MaxCpuLoras = None,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    dp: Dp = 1,
-    ep: Ep = False,
-    fully_sharded: FullySharded = False,
-    dtype: Dtype = "bfloat16",
-    moe_backend: MoeBackend = None,
-    strategy: StrategyName = "stage",
     why: Why = False,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
-    """Does it fit, how far could it go, what would save memory. Exit code 0: fits, 1: does not, 2: cannot tell."""
+    """Does it fit, how far could it go, what would save memory.
+
+    Exit code 0: fits, 1: does not, 2: cannot tell.
+    """
     from lora_mem.sizing.planning import plan as make_plan
 
-    try:
-        result = make_plan(
-            model,
-            rank=rank,
-            gpu_bytes=_gpu(gpu),
-            weights_bytes=_gib("weights", weights),
-            kv_cache_bytes=_gib("kv_cache", kv_cache),
-            host_memory_bytes=None if host is None else _gib("host", host),
-            **_options(
-                target_modules,
-                max_lora_rank,
-                max_loras,
-                max_cpu_loras,
-                tp,
-                pp,
-                dp,
-                ep,
-                fully_sharded,
-                dtype,
-                moe_backend,
-                strategy,
-            ),
-        )
-    except SizingError as error:
-        _fail(error)
+    result = make_plan(
+        model,
+        gpu_bytes=_gpu(gpu),
+        weights_bytes=_gib("weights", weights),
+        kv_cache_bytes=_gib("kv_cache", kv_cache),
+        host_memory_bytes=None if host is None else _gib("host", host),
+        **options,
+    )
     _say_assumed(result.footprint.assumes)
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        _print_json(result)
     elif why:
         print("\n".join(result.why(answer.question) for answer in result.answers))
     else:
         verdict = "fits" if result.fits else "does not fit"
         rows = [(answer.question, answer.text(), answer.formula) for answer in result.answers]
-        _print_table(f"{result.footprint.model}, rank {rank}: {verdict}", ("question", "answer", "formula"), rows)
+        _print_table(
+            f"{result.footprint.model}, rank {options['rank']}: {verdict}", ("question", "answer", "formula"), rows
+        )
     raise typer.Exit(0 if result.fits else 1)
-
-
-def _say_assumed(assumed: str) -> None:
-    if assumed:
-        typer.echo(f"lora-mem: assumed: {assumed}", err=True)
-
-
-def _options(
-    target_modules: str,
-    max_lora_rank: int | None,
-    max_loras: int,
-    max_cpu_loras: int | None,
-    tp: int,
-    pp: int,
-    dp: int,
-    ep: bool,
-    fully_sharded: bool,
-    dtype: str,
-    moe_backend: str | None,
-    strategy: str,
-) -> dict[str, Any]:
-    """Arguments of `footprint`."""
-    return {
-        "target_modules": _names(target_modules),
-        "max_lora_rank": max_lora_rank,
-        "max_loras": max_loras,
-        "max_cpu_loras": max_cpu_loras,
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "data_parallel_size": dp,
-        "enable_expert_parallel": ep,
-        "fully_sharded_loras": fully_sharded,
-        "dtype": dtype,
-        "moe_backend": moe_backend,
-        "strategy": strategy,
-    }
-
-
-def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, plain: bool = False) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    # Plain: many narrow columns of figures, which must fit 80 characters.
-    # Formulas are long: where they do not fit they are left to --why, so that figures stay on one line.
-    caption = None
-    widths = [max(map(len, column)) + 3 for column in zip(columns, *rows, strict=True)]
-    if columns[-1] == "formula" and sum(widths) + 1 > Console().width:
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-        caption = "formulas: --why"
-    table = Table(
-        title=title or None,
-        caption=caption,
-        box=None if plain else box.HEAVY_HEAD,
-        padding=(0, 1, 0, 0) if plain else (0, 1),
-    )
-    for index, column in enumerate(columns):
-        numbers = column in ("bytes", "GiB") or (plain and index > 0)
-        table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _gpu(text: str) -> int:
-    from lora_mem.sizing.planning import GPUS
-
-    for name, size in GPUS.items():
-        if text.casefold() == name.casefold():
-            return size
-    try:
-        return _gib("gpu", float(text))
-    except ValueError:
-        raise SizingError("gpu", text, f"must be a size in GiB or one of {', '.join(GPUS)}") from None
-
-
-def _gib(name: str, value: float) -> int:
-    if not 0 <= value < float("inf"):
-        raise SizingError(name, value, "must be a size in GiB")
-    return round(value * 1024**3)
 
 
 @app.command()
@@ -273,44 +151,41 @@ def bench(
         str, typer.Option(help="tiny, a name of the built-in table, or a path to a config.json.")
     ] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Cut the model to so many layers.")] = None,
-    rank: Rank = 64,
+    rank: Annotated[int, typer.Option(help=OPTIONS["rank"].help)] = 64,
     strategy: Annotated[str, typer.Option(help="keep, offload, stage, fill (stage with fill_slot), or all.")] = "all",
     syncs: Annotated[int, typer.Option(help="Versions of the adapter, 2 or more.")] = 2,
     repeats: Annotated[int, typer.Option(help="So many more syncs by stage and fill, to see that nothing grows.")] = 0,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's; room must be left for two adapters.")] = 0.62,
     as_json: AsJson = False,
 ) -> None:
-    """Sync an adapter by each strategy in a real vLLM engine with dummy weights on this machine: seconds and bytes.
+    """The strategies side by side in a real vLLM engine here.
+
+    Seconds and bytes of each sync, with dummy weights.
 
     Exit code 0: tokens and slots are equal, 1: they differ, 2: nothing was run.
     """
     from lora_mem import bench as benches
-    from lora_mem.bench import WAYS
     from lora_mem.observe.progress import say
     from lora_mem.testing import engine_config
 
-    if strategy not in (*WAYS, "all"):
-        _fail(SizingError("strategy", strategy, f"must be one of {', '.join(WAYS)}, all"))
+    if strategy not in (*benches.WAYS, "all"):
+        raise SizingError("strategy", strategy, f"must be one of {', '.join(benches.WAYS)}, all")
     if not 1 <= rank <= 512:
-        _fail(SizingError("rank", rank, "must be 1 to 512, the largest that vLLM takes"))
-    if syncs < 2:
-        _fail(SizingError("syncs", syncs, "must be 2 or more: the first one pays for what is reserved once"))
-    try:
-        config = engine_config(model, layers)
-    except SizingError as error:
-        _fail(error)
+        raise SizingError("rank", rank, "must be 1 to 512, the largest that vLLM takes")
+    benches.check_syncs(syncs)
+    config = engine_config(model, layers)
     result = benches.run(
         benches.start(config, max_rank=rank, say=say, gpu_memory_utilization=gpu_memory_utilization),
         config,
         model=model,
         rank=rank,
-        strategies=tuple(way for way in WAYS if strategy in (way, "all")),
+        strategies=tuple(way for way in benches.WAYS if strategy in (way, "all")),
         syncs=syncs,
         repeats=repeats,
         say=say,
     )
     if as_json:
-        print(json.dumps(result.to_dict(), indent=2))
+        _print_json(result)
     else:
         title, columns, rows = result.table()
         print(title)
@@ -318,13 +193,13 @@ def bench(
         tokens = {True: "tokens equal", False: "TOKENS DIFFER", None: "no tokens to compare"}
         print(tokens[result.tokens_equal], "slots equal" if result.slots_equal else "SLOTS DIFFER", sep="\n")
     if not result.syncs:
-        _fail(RuntimeError("nothing was run: " + "; ".join(f"{way}: {why}" for way, why in result.skipped.items())))
+        _fail("nothing was run: " + "; ".join(f"{way}: {why}" for way, why in result.skipped.items()))
     raise typer.Exit(0 if result.tokens_equal is not False and result.slots_equal else 1)
 
 
 @app.command()
 def demo() -> None:
-    """An adapter's life in a real vLLM engine on this machine, with the hook and without."""
+    """An adapter's life in a real vLLM engine on this machine."""
     from lora_mem.demo import main as run
 
     raise typer.Exit(run())
@@ -332,7 +207,10 @@ def demo() -> None:
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """What is installed, whether the hook fits this vLLM, what this machine can do. Exit code 1: something is bad."""
+    """What is installed, what fits, what this machine can do.
+
+    Exit code 1: something is bad.
+    """
     from rich.console import Console
     from rich.markup import escape
 
@@ -358,28 +236,76 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A dated report: README.md, raw data, plots.")],
     output: Annotated[Path | None, typer.Option(help="The page; default the folder's name with .html, here.")] = None,
 ) -> None:
-    """One report folder as one HTML page that needs nothing else: tables with units, images inlined, no server."""
+    """A report folder as one HTML page that needs nothing else."""
     from lora_mem.observe.report import ReportError, render
 
     try:
         page = render(folder)
     except (ReportError, ImportError) as error:
-        _fail(error)
+        _fail(str(error))
     output = output or Path(f"{folder.resolve().name}.html")
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
-        _fail(SizingError("output", str(output), f"cannot be written ({error.strerror}); name a file"))
+        raise SizingError("output", str(output), f"cannot be written ({error.strerror}); name a file") from None
     print(output)
 
 
-def _names(target_modules: str) -> str | list[str]:
-    names = [name.strip() for name in target_modules.split(",")]
-    return names[0] if len(names) == 1 else names
+def _gpu(text: str) -> int:
+    from lora_mem.sizing.planning import GPUS
+
+    for name, size in GPUS.items():
+        if text.casefold() == name.casefold():
+            return size
+    try:
+        return _gib("gpu", float(text))
+    except ValueError:
+        raise SizingError("gpu", text, f"must be a size in GiB or one of {', '.join(GPUS)}") from None
 
 
-def _fail(error: Exception) -> NoReturn:
-    print(f"lora-mem: {error}", file=sys.stderr)
+def _gib(name: str, value: float) -> int:
+    if not 0 <= value < float("inf"):
+        raise SizingError(name, value, "must be a size in GiB")
+    return round(value * 1024**3)
+
+
+def _say_assumed(assumed: str) -> None:
+    if assumed:
+        typer.echo(f"lora-mem: assumed: {assumed}", err=True)
+
+
+def _print_json(result: Any) -> None:
+    print(json.dumps(result.to_dict(), indent=2))
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, plain: bool = False) -> None:
+    """Print a table; `plain` for many narrow columns of figures, which must fit 80 characters."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    # Formulas are long: where they do not fit they are left to --why, so that figures stay on one line.
+    rows, caption = [*rows], None
+    widths = [max(map(len, column)) + 3 for column in zip(columns, *rows, strict=True)]
+    if columns[-1] == "formula" and sum(widths) + 1 > Console().width:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+        caption = "formulas: --why"
+    table = Table(
+        title=title or None,
+        caption=caption,
+        box=None if plain else box.HEAVY_HEAD,
+        padding=(0, 1, 0, 0) if plain else (0, 1),
+    )
+    for index, column in enumerate(columns):
+        numbers = column in ("bytes", "GiB") or (plain and index > 0)
+        table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"lora-mem: {message}", file=sys.stderr)
     raise typer.Exit(2)
 
 
@@ -388,11 +314,11 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except Exception as error:
-        # Typer's usage errors; anything else is a bug and keeps its traceback.
-        message = getattr(error, "format_message", None)
+        # What the calculator refuses, and Typer's usage errors; anything else is a bug and keeps its traceback.
+        message = str(error) if isinstance(error, SizingError) else getattr(error, "format_message", lambda: None)()
         if message is None:
             raise
-        if text := " ".join(message().split()):
+        if text := " ".join(message.split()):
             print(f"lora-mem: {text}", file=sys.stderr)
         code = 2
     sys.exit(code or 0)

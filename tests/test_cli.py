@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from lora_mem import __version__
+from lora_mem import __version__, cli
+from lora_mem.sizing.options import OPTIONS
 
 
 def lora_mem(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,6 +113,18 @@ def test_every_option_arrives() -> None:
     assert json.loads(split.stdout)["options"]["enable_expert_parallel"] is True
 
 
+def test_every_option_is_on_the_command_line_under_both_its_names() -> None:
+    for name in ("size", "plan"):
+        flags = {option.name: option.opts for option in get_command(cli.app).commands[name].params}
+        for option in OPTIONS.values():
+            assert {option.flag, f"--{option.name.replace('_', '-')}"} == set(flags[option.name])
+    patterns = ("--rank-pattern", '{"q_proj": 4}', "--lora-alpha", "8", "--no-is-3d-lora-weight")
+    done = lora_mem("size", "Qwen/Qwen3-8B", "--rank", "8", "--tensor-parallel-size", "2", *patterns, "--json")
+    given = json.loads(done.stdout)["options"]
+    assert (given["rank_pattern"], given["lora_alpha"]) == ({"q_proj": 4}, 8.0)
+    assert (given["tensor_parallel_size"], given["is_3d_lora_weight"]) == (2, False)
+
+
 def test_size_of_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama"}', encoding="utf-8")
@@ -129,6 +143,8 @@ def test_size_of_a_config_file(tmp_path: Path) -> None:
         (("size", "Qwen/Qwen3-8B", "--rank", "8", "--tp", "3"), "tensor_parallel_size=3"),
         (("size", "Qwen/Qwen3-8B", "--rank", "8", "--target-modules", "q_proj,x"), "target_modules='x'"),
         (("size", "Qwen/Qwen3-8B", "--rank", "8", "--nonsense"), "--nonsense"),
+        (("size", "Qwen/Qwen3-8B", "--rank", "8", "--rank-pattern", "{"), "rank_pattern='{'"),
+        (("bench", "--syncs", "1"), "syncs=1: must be 2 or more"),
         (("nonsense",), "nonsense"),
     ],
 )
