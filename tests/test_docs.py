@@ -205,6 +205,16 @@ def test_a_command_exists(command):
         assert program in ("git", "cd")
 
 
+def test_what_the_readme_says_a_command_prints_is_what_it_prints():
+    shown = next(block for block in blocks(ROOT / "README.md", "text"))
+    command = next(line for line in COMMANDS if line.startswith("lora-mem size"))
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lora_mem", *command.split()[1:]], capture_output=True, text=True, env=environment
+    )
+    assert [line.rstrip() for line in shown.splitlines()] == [line.rstrip() for line in done.stdout.splitlines()]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
