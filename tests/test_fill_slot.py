@@ -231,7 +231,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
     request = fill(first.tensors, first.config)
     check("no slot is free, and the last version of this adapter is pinned to its own")
 
-    nbytes = hook._layout(manager, first.config).nbytes(first.tensors)
+    nbytes = hook._layout(manager, first.config).exact_nbytes(first.tensors)
     request = fill(first.tensors, first.config, load_inplace=False, nbytes=nbytes)
     check("by nbytes alone nobody knows which parts will come")
 
@@ -419,7 +419,7 @@ class Worker:
         tensors = adapter(self.layout, torch.Generator().manual_seed(self.versions), torch.bfloat16, False)
         layout = vllm_hook._layout(self.manager, self.config)
         how = {"load_inplace": True, "fill_slot": fill_slot, "parts": layout.parts_of(tensors)}
-        arguments = lora_int_id, f"adapter-{lora_int_id}", self.config, self.manager, layout.nbytes(tensors)
+        arguments = lora_int_id, f"adapter-{lora_int_id}", self.config, self.manager, layout.exact_nbytes(tensors)
         self.open[lora_int_id] = vllm_hook.Stage(*arguments, **how), tensors
 
     def receive(self, lora_int_id):

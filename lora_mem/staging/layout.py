@@ -42,10 +42,6 @@ class Part:
     members: int
     shape: tuple[int, ...]
 
-    def nbytes(self, dtype: torch.dtype, *, shared: bool = False) -> int:
-        """Bytes it takes in a block, with alignment; with `shared`, of one factor for all experts."""
-        return aligned(math.prod(self.shape[1:] if shared else self.shape) * dtype.itemsize)
-
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -62,16 +58,11 @@ class Source:
         takes: the served module that it is for; of experts that come one by one, any of them.
     """
 
-    shape: torch.Size
+    shape: tuple[int, ...]
     parts: tuple[Part, ...]
     scale: float
     is_a: bool
     takes: ServedModule
-
-    @property
-    def fused(self) -> bool:
-        """Whether it holds the factors of all experts of a layer, stacked along the rank."""
-        return self.takes.fused
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +73,12 @@ class Stack:
         part: the part.
         members: the place of each of the tensors in it, ascending.
         scales: what each of them is multiplied by.
-        shape: of each of them.
         pick: takes them out of the chunk's tensors, in the order of `members`.
     """
 
     part: Part
     members: tuple[int, ...]
     scales: tuple[float, ...]
-    shape: torch.Size
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @functools.cached_property
@@ -205,7 +194,7 @@ class Layout:
             AdapterError: see `AdapterCheck.require`.
         """
         if names != self.checked:
-            shapes = {name: tuple(source.shape) for name in sorted(names) if (source := self.sources[name])}
+            shapes = {name: source.shape for name in sorted(names) if (source := self.sources[name])}
             known = {name: self.names[name] for name in shapes}
             check(shapes, known, self.served, lambda module: self.rank_and_scaling(module)[0]).require()
             self.checked = frozenset(names)
@@ -222,11 +211,8 @@ class Layout:
 
     def bytes_of(self, parts: Iterable[Part], shared: frozenset[Part] = frozenset()) -> int:
         """Bytes of a block that holds exactly these parts, of the `shared` ones one factor for all experts."""
-        return sum(part.nbytes(self.dtype, shared=part in shared) for part in parts)
-
-    def nbytes(self, names: Iterable[str]) -> int:
-        """Bytes of a block for tensors of these names, whatever they share."""
-        return self.bytes_of(self.parts_of(names))
+        shapes = (part.shape[1:] if part in shared else part.shape for part in parts)
+        return sum(aligned(math.prod(shape) * self.dtype.itemsize) for shape in shapes)
 
     def exact_nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Bytes of a block for tensors that come all at once: a factor that all experts share takes its place once."""
@@ -272,7 +258,7 @@ class Layout:
         scale = 1.0 if name.is_a else float(scaling)
         key = (shape, parts, scale)
         if key not in self._sources:
-            self._sources[key] = Source(torch.Size(shape), parts, scale, name.is_a, takes)
+            self._sources[key] = Source(shape, parts, scale, name.is_a, takes)
         return self._sources[key]
 
     def _parts_for(self, name: TensorName, takes: ServedModule, rank: int, fan_in: int, fan_out: int) -> Iterable[Part]:
@@ -303,11 +289,10 @@ def _stack(part: Part, found: Mapping[int, tuple[int, Source]]) -> Stack:
     """The stack of tensors that were found in a chunk: by member of the part, position in the chunk and source."""
     members = tuple(sorted(found))
     positions = [found[member][0] for member in members]
-    sources = [found[member][1] for member in members]
     pick: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*positions)
     if len(positions) == 1:
         pick = lambda values: (values[positions[0]],)  # noqa: E731
-    return Stack(part, members, tuple(source.scale for source in sources), sources[0].shape, pick)
+    return Stack(part, members, tuple(found[member][1].scale for member in members), pick)
 
 
 def _all_the_same(tensors: Sequence[torch.Tensor]) -> bool:

@@ -7,6 +7,7 @@ and the result is copied to pinned memory on a stream of its own while the next 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,13 +15,14 @@ from typing import Any, NoReturn
 import torch
 
 from lora_mem.errors import AdapterError
-from lora_mem.sizing.wording import compact
+from lora_mem.sizing.units import aligned
+from lora_mem.sizing.wording import compact, some
 from lora_mem.staging.counters import copied
 from lora_mem.staging.device_copies import DeviceCopies
 from lora_mem.staging.filling import Filler
 from lora_mem.staging.layout import Layout, Part, Route, Source, Stack
 from lora_mem.staging.pinned import HostBlock
-from lora_mem.staging.tensors import CASTABLE, HAVE_DATA, PLAIN, is_plain
+from lora_mem.staging.tensors import CASTABLE, HAVE_DATA, PLAIN, check_tensors
 
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(operator.attrgetter, ("shape", "dtype", "device", "layout"))
 _NUMEL = torch.Tensor.numel
@@ -83,10 +85,9 @@ class Receiver:
             members = stack.pick(values)
             dtypes = set(map(_DTYPE, members))
             at_once = stack.scale is not None and stack.part not in self.parts and len(dtypes) == 1
-            if at_once:  # the first tells: torch concatenates nothing else with it of as many elements
-                fit = fit and _fits(members[:1], stack.shape, dtypes) and len(set(map(_NUMEL, members))) == 1
-            else:
-                fit = fit and _fits(members, stack.shape, dtypes)
+            # Torch concatenates nothing with the first that has as many elements but is not like it.
+            one_tells = at_once and len(set(map(_NUMEL, members))) == 1
+            fit = fit and _fits(members[:1] if one_tells else members, stack.part.shape[1:], dtypes)
             stacks.append((stack, members, at_once))
         if not fit:
             _refuse(route, names, values)
@@ -97,7 +98,7 @@ class Receiver:
             try:
                 self._take_members(stack, members, at_once=at_once)
             except (RuntimeError, TypeError):
-                if not _fits(members, stack.shape, set(map(_DTYPE, members))):
+                if not _fits(members, stack.part.shape[1:], set(map(_DTYPE, members))):
                     _refuse(route, names, values)
                 if len(set(map(_DEVICE, members))) == 1:
                     raise
@@ -132,14 +133,14 @@ class Receiver:
 
     def _take_whole(self, tensor: torch.Tensor, source: Source) -> None:
         """A tensor that is all of a part, or all experts of one or two projections at once."""
-        self.fused |= source.fused
         takes = source.takes
+        self.fused |= takes.fused
         for part, (_, rows) in zip(source.parts, takes.projections, strict=False):
             value = tensor
-            if source.fused and source.is_a:
+            if takes.fused and source.is_a:
                 # PEFT's fused layout: A is [experts * r, in], B is [out, r * experts] with the experts innermost.
                 value = tensor.reshape(takes.experts, -1, tensor.shape[1])[takes.local]
-            elif source.fused:
+            elif takes.fused:
                 value = tensor.reshape(tensor.shape[0], -1, takes.experts)[rows, :, takes.local].permute(2, 0, 1)
             elif len(part.shape) == 3 and part.shape[0] != tensor.shape[0]:
                 value = tensor[takes.local]
@@ -194,7 +195,7 @@ class Receiver:
         """Where a part lies: of its own shape, or with one factor for all experts."""
         if part not in self.parts:
             dtype = self.layout.dtype
-            nbytes = part.nbytes(dtype, shared=shape != part.shape)
+            nbytes = aligned(math.prod(shape) * dtype.itemsize)
             try:
                 self.parts[part] = self.block.take(shape, dtype)
             except MemoryError as error:
@@ -216,7 +217,7 @@ class Receiver:
         )
 
 
-def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size, dtypes: set[torch.dtype]) -> bool:
+def _fits(tensors: Sequence[torch.Tensor], shape: tuple[int, ...], dtypes: set[torch.dtype]) -> bool:
     """Whether tensors of these dtypes are dense, of this shape, can be cast, and lie where they can be read."""
     try:
         shapes = set(map(_SHAPE, tensors))
@@ -231,26 +232,16 @@ def _fits(tensors: Sequence[torch.Tensor], shape: torch.Size, dtypes: set[torch.
 
 
 def _refuse(route: Route, names: Sequence[str], values: Sequence[Any]) -> NoReturn:
-    """Say which tensor of a chunk cannot be taken, and why."""
+    """Say which tensors of a chunk cannot be taken, and why."""
     shapes = {position: source.shape for position, source in route.whole}
     for stack in route.stacks:
-        shapes.update(dict.fromkeys(stack.pick(range(len(names))), stack.shape))
-    for position, (name, tensor) in enumerate(zip(names, values, strict=True)):
-        shape = shapes.get(position)  # None for a tensor that vLLM ignores, of which only the type counts
-        if not (is_plain(tensor) if shape is not None else type(tensor) in PLAIN):
-            kind = "nested tensor" if getattr(tensor, "is_nested", False) else type(tensor).__name__
-            raise AdapterError(f"{name} is a {kind}; it must be a plain dense torch tensor")
-        if shape is None:
-            continue
-        if tensor.shape != shape:
-            raise AdapterError(
-                f"shapes that do not fit: {name} is {list(tensor.shape)}, expected {list(shape)} (by the model and the "
-                "rank in its config)"
-            )
-        if tensor.dtype not in CASTABLE:
-            raise AdapterError(
-                f"cannot cast {name} ({tensor.dtype}); allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
-            )
-        if tensor.device.type not in HAVE_DATA:
-            raise AdapterError(f"cannot read {name} ({tensor.device}); tensors must be on the host or a GPU")
-    raise AssertionError("every tensor of the chunk can be taken")
+        shapes.update(dict.fromkeys(stack.pick(range(len(names))), stack.part.shape[1:]))
+    # Of a tensor that vLLM ignores only the type counts.
+    positions = [at for at, value in enumerate(values) if at in shapes or type(value) not in PLAIN]
+    check_tensors({names[at]: values[at] for at in positions})
+    wrong = [
+        f"{names[at]} is {list(values[at].shape)}, expected {list(shapes[at])}"
+        for at in positions
+        if values[at].shape != shapes[at]
+    ]
+    raise AdapterError(f"shapes that do not fit: {some(wrong)} (by the model and the rank in its config)")

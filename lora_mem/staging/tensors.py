@@ -26,6 +26,10 @@ def is_plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
 
 
+def _kind(value: Any) -> str:
+    return "nested tensor" if getattr(value, "is_nested", False) else type(value).__name__
+
+
 def check_tensors(
     tensors: Mapping[str, torch.Tensor], *, check_finite: bool = False, cast_to: Iterable[torch.dtype] = ()
 ) -> None:
@@ -47,7 +51,7 @@ def check_tensors(
     wrong_name = [name for name in tensors if not isinstance(name, str)]
     if wrong_name:
         raise AdapterError(f"names must be strings, got {some(map(repr, wrong_name))}")
-    wrong_type = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if not is_plain(tensor)]
+    wrong_type = [f"{name} ({_kind(tensor)})" for name, tensor in tensors.items() if not is_plain(tensor)]
     if wrong_type:
         raise AdapterError(
             f"only plain dense torch tensors can be staged, got {some(wrong_type)}; pass full_tensor() of a DTensor, "

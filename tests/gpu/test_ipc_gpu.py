@@ -11,11 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="needs vllm")
 
-from test_staging import adapter, layout_for, staged_slots, vllm_slots, worker  # noqa: E402
+from test_staging import adapter, layout_for, receiver_for, staged_slots, vllm_slots, worker  # noqa: E402
 
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
-from lora_mem.staging.pinned import HostBlock  # noqa: E402
-from lora_mem.staging.receiving import Receiver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -48,7 +46,7 @@ def borrow(way, inbox, outbox):
     elif way == "stage":
         manager, _ = worker("gated")
         where = layout_for(manager, CONFIG)
-        receiver = Receiver(where, HostBlock(where.nbytes(tensors)))
+        receiver = receiver_for(where, tensors, pin=True)
         receiver.add_all(tensors)
         receiver.finish()
         held = {str(number): tensor for number, tensor in enumerate(receiver.parts.values())}
@@ -95,7 +93,7 @@ def test_the_owner_of_borrowed_tensors_gets_their_memory_back(way):
         assert all(torch.equal(copy, tensors[name]) for name, copy in zip(names, held, strict=True))
         return
     where = layout_for(manager, CONFIG)
-    receiver = Receiver(where, HostBlock(where.nbytes(tensors), pin=False))
+    receiver = receiver_for(where, tensors)
     receiver.add_all(tensors)
     receiver.finish()
     assert all(torch.equal(copy, part) for copy, part in zip(held, receiver.parts.values(), strict=True))

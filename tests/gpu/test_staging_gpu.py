@@ -11,11 +11,9 @@ pytest.importorskip("vllm", reason="needs vllm")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from test_staging import LAYOUTS, RANK, adapter, layout_for, staged_slots, vllm_slots, worker  # noqa: E402
+from test_staging import LAYOUTS, RANK, adapter, layout_for, receiver_for, staged_slots, vllm_slots, worker  # noqa: E402
 
 from lora_mem.staging.offload import release_device_memory  # noqa: E402
-from lora_mem.staging.pinned import HostBlock  # noqa: E402
-from lora_mem.staging.receiving import Receiver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,7 +39,7 @@ def test_from_the_gpu_in_any_order(layout, dtype, alpha, rslora, alias, on_host,
     names = list(tensors)
     chance.shuffle(names)
     where = layout_for(manager, config)
-    receiver = Receiver(where, HostBlock(where.nbytes(tensors)))
+    receiver = receiver_for(where, tensors, pin=True)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     for start in range(cuts):
         with torch.cuda.stream(chance.choice(streams)):
@@ -75,7 +73,7 @@ def test_views_of_one_large_buffer_are_let_go():
         views[name] = bucket[start : start + tensor.numel()].view(tensor.shape)
         start += tensor.numel()
     where = layout_for(manager, config)
-    receiver = Receiver(where, HostBlock(where.nbytes(tensors)))
+    receiver = receiver_for(where, tensors, pin=True)
     receiver.add_all(views)
     del bucket, views
     receiver.finish()
