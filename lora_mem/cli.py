@@ -138,7 +138,7 @@ def plan(
         print("\n".join(result.why(answer.question) for answer in result.answers))
     else:
         verdict = "fits" if result.fits else "does not fit"
-        rows = [(answer.question, answer.text(), answer.formula) for answer in result.answers]
+        rows = [(answer.words, answer.text(), answer.formula) for answer in result.answers]
         _print_table(
             f"{result.footprint.model}, rank {options['rank']}: {verdict}", ("question", "answer", "formula"), rows
         )

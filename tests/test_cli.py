@@ -80,7 +80,7 @@ def test_a_config_file_that_cannot_be_read_is_one_plain_line(tmp_path: Path) -> 
 def test_phases_of_a_colocated_run() -> None:
     command = ("size", "Qwen/Qwen3-30B-A3B", "--rank", "64", "--target-modules", "experts", "--strategy", "keep")
     shown = lora_mem(*command, "--phases").stdout.splitlines()
-    assert [line.split()[0] for line in shown[-4:]] == ["rest", "sync", "generation", "training"]
+    assert [line.split()[0] for line in shown[-4:]] == ["baseline", "sync", "generation", "training"]
     assert shown[-1].split()[1:] == ["0", "13,287,555,072", "12.3750", "GiB"]
     assert json.loads(lora_mem(*command, "--json").stdout)["phases"]["training"] == {
         "slots": 0,

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.footprints import FIGURES, Footprint, footprint
-from lora_mem.sizing.options import MAX_LORA_RANKS, STRATEGIES
+from lora_mem.sizing.figures import FIGURES
+from lora_mem.sizing.footprints import Footprint, footprint
+from lora_mem.sizing.options import MAX_LORA_RANKS, OPTIONS, STRATEGIES
 from lora_mem.sizing.shapes import ModelShape, known_config
 from lora_mem.sizing.slots import worker_slots
 
@@ -187,7 +188,7 @@ def test_scalings_and_patterns_that_are_none(options: Any, message: str) -> None
 def test_phases_agree_with_the_figures(strategy: Any) -> None:
     result = footprint(config(), rank=8, max_cpu_loras=3, strategy=strategy)
     phases = result.phases()
-    assert sum(phases["rest"].values()) == result.slot_bytes
+    assert sum(phases["baseline"].values()) == result.slot_bytes
     assert sum(phases["sync"].values()) == result.gpu_sync_peak_bytes
     assert sum(phases["generation"].values()) == result.gpu_resident_bytes
     assert phases["training"]["slots"] == 0
@@ -525,6 +526,26 @@ def test_to_dict_is_json_and_to_frame_adds_up() -> None:
     assert all(type(data[name]) is int and data[name] == getattr(result, name) for name in FIGURES)
     frame = result.to_frame()
     assert frame[frame.holder == "slots"].bytes.sum() == result.slot_bytes
+
+
+def test_asking_again_of_one_shape_is_asking_of_a_fresh_one() -> None:
+    changes: list[dict[str, Any]] = [
+        *({"rank": 4}, {"max_lora_rank": 64}, {"max_loras": 2}, {"max_cpu_loras": 2}, {"strategy": "offload"}),
+        *({"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"pipeline_parallel_size": 2}),
+        *({"enable_expert_parallel": True, "tensor_parallel_size": 2}, {"enable_mixed_moe_lora_format": True}),
+        *({"fully_sharded_loras": True, "tensor_parallel_size": 2}, {"enable_moe_shared_loras": True}),
+        *({"pipeline_parallel_size": 2, "pipeline_rank": 0}, {"lora_target_modules": ["o_proj"]}),
+        *({"moe_backend": "fp8_per_block"}, {"dtype": "float32"}, {"lora_dtype": "float16"}, {"scaling": 1}),
+        *({"rank_pattern": {"q_proj": 2}}, {"lora_alpha": 8}, {"lora_alpha": 8, "alpha_pattern": {"q_proj": 2}}),
+        *({"lora_alpha": 8, "use_rslora": True}, {"target_modules": "q_proj"}, {"workers_per_node": 1}),
+        {"enable_mixed_moe_lora_format": True, "is_3d_lora_weight": True},
+    ]
+    assert {name for change in changes for name in change} == set(OPTIONS)
+    shape = ModelShape.from_config(config())
+    common: dict[str, Any] = {"rank": 8, "strategy": "keep"}
+    for change in changes + changes[::-1]:
+        again, fresh = footprint(shape, **common | change), footprint(config(), **common | change)
+        assert [getattr(again, name) for name in FIGURES] == [getattr(fresh, name) for name in FIGURES], change
 
 
 # What it costs to ask

@@ -11,7 +11,7 @@ from test_cli import lora_mem
 from lora_mem.errors import SizingError
 from lora_mem.sizing.footprints import footprint
 from lora_mem.sizing.options import OPTIONS, STRATEGIES
-from lora_mem.sizing.planning import GPUS, by_model, plan, savings, sweep
+from lora_mem.sizing.planning import GPUS, QUESTIONS, by_model, plan, savings, sweep
 from lora_mem.sizing.shapes import known_models
 
 GIB = 1024**3
@@ -204,3 +204,14 @@ def test_the_interactive_planner_follows_its_widgets() -> None:
     assert box.result.packed_bytes < expected.packed_bytes
     box.choose["target_modules"].value = ""
     assert box.result.options.target_modules == "all-linear"
+
+
+def test_a_plan_is_printed_in_words_and_kept_by_keys() -> None:
+    result = plan(QWEN, rank=64, **ROOM)
+    command = ("plan", QWEN, "--rank", "64", "--gpu", "H200", "--weights", "57")
+    for shown in (repr(result), result._repr_html_(), lora_mem(*command).stdout):
+        assert "largest rank that fits" in shown
+        assert not [key for key in QUESTIONS if "_" in key and key in shown]
+    assert list(result.to_dict()["answers"]) == list(QUESTIONS) == [answer.question for answer in result.answers]
+    assert result.why("largest_rank").startswith("largest rank that fits = ")
+    assert list(by_model([QWEN], rank=8).columns)[-4:] == [key for key in QUESTIONS if key.startswith("saved_by")]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.sizing.footprints import HOLDERS, Footprint, padding
+from lora_mem.sizing.figures import HOLDERS, PADDING, evaluate
+from lora_mem.sizing.footprints import Footprint
 from lora_mem.sizing.options import Strategy
 from lora_mem.sizing.units import most_under_way, power_of_two
 from lora_mem.staging.views import memory
@@ -75,7 +76,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
     brought_in = {"keep": resident, "offload": sum((packed | staged).values()), "stage": under_way}[strategy]
     workers = worker.workers_per_node
     tensors = "sum over distinct tensors of their bytes"
-    ranks = {"max_lora_rank": worker.max_lora_rank, "rank": adapter.rank}
+    empty = {"slots": slot_bytes, "max_lora_rank": worker.max_lora_rank, "rank": adapter.rank}
     # Bytes, formula and inputs of each figure.
     figures: dict[str, tuple[int, str, Mapping[str, Any]]] = {
         "packed_bytes": (packed_bytes, tensors, _where(_all(adapter.packed))),
@@ -86,11 +87,7 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
             {},
         ),
         "slot_bytes": (slot_bytes, tensors, _where(_all(slots))),
-        "slot_padding_bytes": (
-            padding(slot_bytes, adapter.rank, worker.max_lora_rank),
-            "slots * (max_lora_rank - rank) // max_lora_rank",
-            {"slots": slot_bytes, **ranks},
-        ),
+        "slot_padding_bytes": (evaluate(PADDING, empty), PADDING, empty),
         "host_bytes": (
             host_bytes,
             "sum over all adapters' distinct tensors on the host",
@@ -120,8 +117,6 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         **sizes,
         model=worker.model,
         strategy=strategy,
-        under_way_bytes=under_way,
-        workers_per_node=workers,
         found={name: (formula, inputs) for name, (_, formula, inputs) in figures.items()},
         found_rows=tuple(row for holder, modules in by_holder for row in _rows(holder, modules)),
     )

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.drawing import draw
-from lora_mem.sizing.footprints import html_table
+from lora_mem.drawing import draw, html_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

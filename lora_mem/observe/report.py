@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from lora_mem.drawing import html_table
 from lora_mem.observe.tables import tables
-from lora_mem.sizing.footprints import html_table
 
 IMAGES = (".png", ".jpg", ".jpeg", ".svg")
 DATA = (".json", ".jsonl")

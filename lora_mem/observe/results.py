@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.drawing import draw
-from lora_mem.sizing.footprints import html_table
+from lora_mem.drawing import draw, html_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing import peft_config, rules
-from lora_mem.sizing.footprints import Footprint, combine, footprint, packed_rows, sum_parts
+from lora_mem.sizing.counting import sum_modules
+from lora_mem.sizing.footprints import Footprint, combine, footprint
 from lora_mem.sizing.modules import Experts, Module, parse_object, read_bytes
 from lora_mem.sizing.options import ITEMSIZE, MAX_LORA_RANKS, RECEIVED_ITEMSIZE
 from lora_mem.sizing.resolving import Resolved, slot_rank
+from lora_mem.sizing.rows import packed_rows
 from lora_mem.sizing.rules import AdapterCheck
 from lora_mem.sizing.serving import ServedModule, ServedShape, serve
 from lora_mem.sizing.shapes import ModelShape
@@ -172,10 +174,10 @@ class Adapter:
             for worker in range(wanted.expert_parallel_size)
         )
         mine = max(workers, key=lambda theirs: sum(_sizes(_tensors(theirs))))
-        sizes = sum_parts(parts, wanted, _sizes(_tensors(mine)))
+        sizes = sum_modules(parts, wanted, _sizes(_tensors(mine)))
         rows = [*packed_rows(parts, wanted)]
         rows += packed_rows(parts, wanted, "staged") if base.strategy == "stage" else _staged_rows(mine)
-        return combine(shape, wanted, base.slot_bytes, sizes, base.strategy, base.workers_per_node, tuple(rows))
+        return combine(shape, wanted, base.slot_bytes, sizes, tuple(rows))
 
     def _received(self, model: ServedShape, found: AdapterCheck) -> Iterator[Received]:
         tensors = {tensor.name: tensor for tensor in self.tensors}

@@ -7,14 +7,16 @@ weights, KV cache and the peak of a sync is within the GPU's memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
+from lora_mem.drawing import html_table
 from lora_mem.errors import SizingError
-from lora_mem.sizing.checks import whole_number
-from lora_mem.sizing.footprints import FIGURES, Footprint, footprint, html_table
+from lora_mem.sizing.checks import whole_number, zero_or_more
+from lora_mem.sizing.figures import FIGURES
+from lora_mem.sizing.footprints import Footprint, footprint
 from lora_mem.sizing.options import MAX_LORA_RANKS, OptionKeywords, Options, gather, takes_options
 from lora_mem.sizing.shapes import ModelShape, known_models
 from lora_mem.sizing.units import gib
@@ -38,14 +40,42 @@ GPUS = {
 MOST_SLOTS = 4096  # where the search for slots and adapters ends
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer: a number (None where there is none), its unit, the formula and the inputs."""
+class _Question(NamedTuple):
+    """What is asked, in words, and how it is answered."""
 
-    question: str
-    value: int | None
+    words: str
     unit: str
     formula: str
+
+
+_FITS, _SAVED = "weights + kv_cache + peak <= gpu", "gpu_resident before - gpu_resident after"
+QUESTIONS = {
+    "headroom": _Question("headroom", "bytes", "gpu - weights - kv_cache - peak"),
+    "largest_rank": _Question("largest rank that fits", "", f"largest rank with {_FITS}"),
+    "most_slots": _Question("most slots that fit", "", f"largest max_loras with {_FITS}"),
+    "most_adapters_per_host": _Question("most adapters on one host", "", "host_memory // (node_host / max_cpu_loras)"),
+    "smallest_tp": _Question(
+        "smallest TP that fits",
+        "",
+        "smallest power of two with weights * given_tp / tp + kv_cache + peak <= gpu",
+    ),
+    "saved_by_fully_sharded": _Question("saved by fully_sharded_loras", "bytes", _SAVED),
+    "saved_by_ep": _Question("saved by expert parallelism", "bytes", _SAVED),
+    "saved_by_lower_max_lora_rank": _Question("saved by the smallest max_lora_rank", "bytes", _SAVED),
+    "saved_by_offload": _Question("saved by the hook, against keep", "bytes", _SAVED),
+}
+"""By the keys of `Plan`, `Plan.to_dict` and the columns of `by_model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer: a number in `unit` (None where there is none, for a `reason`), the formula and its inputs."""
+
+    question: str
+    words: str
+    unit: str
+    formula: str
+    value: int | None
     inputs: Mapping[str, Any]
     reason: str = ""
 
@@ -53,20 +83,32 @@ class Answer:
         """The value for printing; bytes as GiB."""
         if self.value is None:
             return f"none: {self.reason}"
-        return gib(self.value) if self.unit == "bytes" else f"{self.value:,} {self.unit}".strip()
+        return gib(self.value) if self.unit == "bytes" else f"{self.value:,}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        names = ("value", "unit", "formula", "inputs", "reason")
+        return {name: getattr(self, name) for name in names} | {"inputs": dict(self.inputs)}
+
+
+def _answer(question: str, value: int | None, inputs: Mapping[str, Any], reason: str = "") -> Answer:
+    return Answer(question, *QUESTIONS[question], value, inputs, reason if value is None else "")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether an engine with these adapters fits, how far it could go, and what would save memory."""
+    """Whether an engine with these adapters fits, how far it could go, and what would save memory.
+
+    `plan[question]` is the value of one answer, by the keys of `QUESTIONS`.
+    """
 
     fits: bool
     headroom_bytes: int
     footprint: Footprint
     answers: tuple[Answer, ...] = field(repr=False)
 
-    def why(self, question: str) -> str:
-        """Formula and inputs of one answer.
+    def answer(self, question: str) -> Answer:
+        """One answer.
 
         Raises:
             SizingError: no answer has that name.
@@ -74,32 +116,25 @@ class Plan:
         """
         for answer in self.answers:
             if answer.question == question:
-                inputs = ", ".join(f"{key}={value}" for key, value in answer.inputs.items())
-                return f"{answer.question} = {answer.text()} = {answer.formula}  [{inputs}]"
-        raise SizingError("question", question, f"must be one of {', '.join(a.question for a in self.answers)}")
+                return answer
+        raise SizingError("question", question, f"must be one of {', '.join(QUESTIONS)}")
+
+    def why(self, question: str) -> str:
+        """Formula and inputs of one answer."""
+        answer = self.answer(question)
+        inputs = ", ".join(f"{key}={value}" for key, value in answer.inputs.items())
+        return f"{answer.words} = {answer.text()} = {answer.formula}  [{inputs}]"
 
     def __getitem__(self, question: str) -> int | None:
         """The value of one answer."""
-        for answer in self.answers:
-            if answer.question == question:
-                return answer.value
-        raise SizingError("question", question, f"must be one of {', '.join(a.question for a in self.answers)}")
+        return self.answer(question).value
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; sizes in bytes."""
         return {
             "fits": self.fits,
             "headroom_bytes": self.headroom_bytes,
-            "answers": {
-                answer.question: {
-                    "value": answer.value,
-                    "unit": answer.unit,
-                    "formula": answer.formula,
-                    "inputs": dict(answer.inputs),
-                    "reason": answer.reason,
-                }
-                for answer in self.answers
-            },
+            "answers": {answer.question: answer.to_dict() for answer in self.answers},
             "footprint": self.footprint.to_dict(),
         }
 
@@ -107,19 +142,24 @@ class Plan:
         """One row for each answer."""
         import pandas
 
-        rows = [(a.question, a.value, a.unit, a.formula, a.reason) for a in self.answers]
-        return pandas.DataFrame(rows, columns=["question", "value", "unit", "formula", "reason"])
+        columns = ["question", "value", "unit", "formula", "reason"]
+        return pandas.DataFrame(
+            [[getattr(answer, name) for name in columns] for answer in self.answers], columns=columns
+        )
+
+    @property
+    def verdict(self) -> str:
+        """`fits`, or `does not fit`."""
+        return "fits" if self.fits else "does not fit"
 
     def __repr__(self) -> str:
         """Plain and stable."""
-        verdict = "fits" if self.fits else "does not fit"
-        head = f"{self.footprint.model}: {verdict}, {gib(self.headroom_bytes)} of headroom per GPU"
-        return "\n".join([head, *(f"  {answer.question:<28} {answer.text()}" for answer in self.answers)])
+        head = f"{self.footprint.model}: {self.verdict}, {gib(self.headroom_bytes)} of headroom per GPU"
+        return "\n".join([head, *(f"  {answer.words:<36} {answer.text()}" for answer in self.answers)])
 
     def _repr_html_(self) -> str:
-        verdict = "fits" if self.fits else "does not fit"
-        rows = [(answer.question, answer.text(), answer.formula) for answer in self.answers]
-        return html_table(f"{self.footprint.model}: {verdict}", ("question", "answer", "formula"), rows)
+        rows = [(answer.words, answer.text(), answer.formula) for answer in self.answers]
+        return html_table(f"{self.footprint.model}: {self.verdict}", ("question", "answer", "formula"), rows)
 
 
 @takes_options
@@ -153,21 +193,20 @@ def plan(
     shape, asked = ModelShape.from_config(model), gather(given, options)
     for name, value in (("gpu_bytes", gpu_bytes), ("weights_bytes", weights_bytes)):
         whole_number(name, value)
-    whole_number("kv_cache_bytes", kv_cache_bytes, 0)
+    zero_or_more("kv_cache_bytes", kv_cache_bytes)
     base = footprint(shape, asked)
     search = _Search(shape, asked, gpu_bytes, weights_bytes, kv_cache_bytes)
-    used = weights_bytes + kv_cache_bytes + base.gpu_sync_peak_bytes
+    headroom = gpu_bytes - weights_bytes - kv_cache_bytes - base.gpu_sync_peak_bytes
     inputs = {"gpu": gpu_bytes, "weights": weights_bytes, "kv_cache": kv_cache_bytes, "peak": base.gpu_sync_peak_bytes}
-    headroom = Answer("headroom", gpu_bytes - used, "bytes", "gpu - weights - kv_cache - peak", inputs)
     answers = [
-        headroom,
+        _answer("headroom", headroom, inputs),
         search.largest_rank(),
         search.most_slots(),
         _most_adapters(base, host_memory_bytes),
         search.smallest_tp(),
         *savings(shape, asked),
     ]
-    return Plan(used <= gpu_bytes, gpu_bytes - used, base, tuple(answers))
+    return Plan(headroom >= 0, headroom, base, tuple(answers))
 
 
 @dataclass(frozen=True)
@@ -192,29 +231,22 @@ class _Search:
             best = next((rank for rank in range(ceiling, 0, -1) if self._fits(rank=rank)), 0)
         else:
             best = _last(lambda rank: self._fits(rank=rank), ceiling)
-        reason = "" if best else "not even rank 1 fits"
-        formula = "largest rank with weights + kv_cache + peak <= gpu"
-        return Answer("largest_rank", best or None, "", formula, {"max_lora_rank": ceiling}, reason)
+        return _answer("largest_rank", best or None, {"max_lora_rank": ceiling}, "not even rank 1 fits")
 
     def most_slots(self) -> Answer:
-        registered = self.asked.max_cpu_loras
-
-        def fits(slots: int) -> bool:
-            return self._fits(max_loras=slots, max_cpu_loras=max(slots, registered or slots))
-
-        best = _last(fits, MOST_SLOTS)
-        reason = "" if best else "not even one slot fits"
-        formula = "largest max_loras with weights + kv_cache + peak <= gpu"
+        registered = self.asked.max_cpu_loras or 0
+        best = _last(lambda slots: self._fits(max_loras=slots, max_cpu_loras=max(slots, registered)), MOST_SLOTS)
         inputs = {"rank": self.asked.rank, "at_most": MOST_SLOTS}
-        return Answer("most_slots", best or None, "", formula, inputs, reason)
+        return _answer("most_slots", best or None, inputs, "not even one slot fits")
 
     def smallest_tp(self) -> Answer:
         given = self.asked.tensor_parallel_size
-        formula = "smallest power of two with weights * given_tp / tp + kv_cache + peak <= gpu"
-        for tp in (1 << power for power in range(8)):
-            if self._fits(weights=-(-self.weights * given // tp), tensor_parallel_size=tp):
-                return Answer("smallest_tp", tp, "", formula, {"given_tp": given})
-        return Answer("smallest_tp", None, "", formula, {"given_tp": given}, "no size up to 128 fits and divides")
+        fitting = (
+            tp
+            for tp in (1 << power for power in range(8))
+            if self._fits(weights=-(-self.weights * given // tp), tensor_parallel_size=tp)
+        )
+        return _answer("smallest_tp", next(fitting, None), {"given_tp": given}, "no size up to 128 fits and divides")
 
 
 def _last(fits: Callable[[int], bool], ceiling: int) -> int:
@@ -227,15 +259,15 @@ def _last(fits: Callable[[int], bool], ceiling: int) -> int:
 
 
 def _most_adapters(base: Footprint, host_memory_bytes: int | None) -> Answer:
-    formula, question = "host_memory // (node_host / max_cpu_loras)", "most_adapters_per_host"
-    registered = base.options.max_cpu_loras if base.options else 1
+    registered, value, reason = base.registered_adapters, None, ""
     inputs = {"host_memory": host_memory_bytes, "node_host": base.node_host_bytes, "max_cpu_loras": registered}
     if host_memory_bytes is None:
-        return Answer(question, None, "", formula, inputs, "host memory was not given")
-    whole_number("host_memory_bytes", host_memory_bytes)
-    if not base.node_host_bytes:
-        return Answer(question, None, "", formula, inputs, "the strategy 'keep' holds no adapter on the host")
-    return Answer(question, host_memory_bytes * registered // base.node_host_bytes, "", formula, inputs)
+        reason = "host memory was not given"
+    elif not base.node_host_bytes:
+        reason = "the strategy 'keep' holds no adapter on the host"
+    else:
+        value = whole_number("host_memory_bytes", host_memory_bytes) * registered // base.node_host_bytes
+    return _answer("most_adapters_per_host", value, inputs, reason)
 
 
 @takes_options
@@ -261,19 +293,18 @@ def savings(
 
 
 def _saving(question: str, shape: ModelShape, asked: Options, before: Footprint, change: OptionKeywords) -> Answer:
-    formula = "gpu_resident before - gpu_resident after"
     try:
         after = footprint(shape, asked, **change)
     except SizingError as error:
-        return Answer(question, None, "bytes", formula, change, str(error))
+        return _answer(question, None, change, str(error))
     inputs = {"before": before.gpu_resident_bytes, "after": after.gpu_resident_bytes, **change}
-    return Answer(question, before.gpu_resident_bytes - after.gpu_resident_bytes, "bytes", formula, inputs)
+    return _answer(question, before.gpu_resident_bytes - after.gpu_resident_bytes, inputs)
 
 
 def sweep(model: ModelShape | dict[str, Any] | str | Path, **axes: Any) -> pd.DataFrame:
     """Footprints of all combinations, one row each: the options that vary, the figures in bytes, and `error`.
 
-    An argument of `footprint` that is given as a list is varied (a tuple is one value, e.g. of target_modules).
+    An option of `footprint` that is given as a list is varied (a tuple is one value, e.g. of target_modules).
     Combinations that vLLM would refuse have no figures and say why in `error`.
     """
     import pandas
@@ -281,40 +312,34 @@ def sweep(model: ModelShape | dict[str, Any] | str | Path, **axes: Any) -> pd.Da
     shape = ModelShape.from_config(model)
     varied = {name: value for name, value in axes.items() if isinstance(value, list)}
     fixed = {name: value for name, value in axes.items() if name not in varied}
-    return pandas.DataFrame(list(_sweep_rows(shape, varied, fixed)))
+    chosen = (dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values()))
+    return pandas.DataFrame([{**row, **_figures(shape, fixed | row)} for row in chosen])
 
 
-def _sweep_rows(shape: ModelShape, varied: dict[str, Any], fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    combinations = list(itertools.product(*varied.values()))
-    for values in combinations:
-        row: dict[str, Any] = dict(zip(varied, values, strict=True))
-        try:
-            result = footprint(shape, **fixed, **row)
-        except SizingError as error:
-            yield {**row, **dict.fromkeys(FIGURES), "error": str(error)}
-        else:
-            yield {**row, **{name: getattr(result, name) for name in FIGURES}, "error": ""}
-
-
-def by_model(models: Sequence[str] | None = None, *, rank: int, **options: Any) -> pd.DataFrame:
+@takes_options
+def by_model(models: Sequence[str] | None = None, **options: Unpack[OptionKeywords]) -> pd.DataFrame:
     """Footprints and savings of models, one row each: the figures, what each change saves, in bytes, and `error`.
 
     Args:
         models: names or paths; default every model of the built-in table.
-        rank: of the adapter.
-        options: arguments of `footprint`. A model that they do not fit has no figures and says why in `error`.
+        options: options of `footprint`. A model that they do not fit has no figures and says why in `error`.
+
     """
     import pandas
 
     rows = []
     for model in models or known_models():
-        row: dict[str, Any] = {"model": model}
-        try:
-            result = footprint(model, rank=rank, **options)
-            row |= {name: getattr(result, name) for name in FIGURES}
-            row |= {answer.question: answer.value for answer in savings(model, rank=rank, **options)}
-            row["error"] = ""
-        except SizingError as error:
-            row["error"] = str(error)
+        row: dict[str, Any] = {"model": model, **_figures(model, options)}
+        if not row["error"]:
+            row |= {answer.question: answer.value for answer in savings(model, **options)}
         rows.append(row)
     return pandas.DataFrame(rows).set_index("model").convert_dtypes()
+
+
+def _figures(model: ModelShape | str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures in bytes, or None of each and an `error`."""
+    try:
+        result = footprint(model, **options)
+    except SizingError as error:
+        return {**dict.fromkeys(FIGURES), "error": str(error)}
+    return {**{name: getattr(result, name) for name in FIGURES}, "error": ""}
