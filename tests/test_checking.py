@@ -14,20 +14,21 @@ from hypothesis import strategies as st  # noqa: E402
 from lora_mem.errors import AdapterError  # noqa: E402
 from lora_mem.sizing import rules  # noqa: E402
 from lora_mem.sizing.peft_config import plain_config  # noqa: E402
-from lora_mem.sizing.serving import ServedModel, ServedModule, TensorName  # noqa: E402
+from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName  # noqa: E402
 from lora_mem.sizing.wording import compact  # noqa: E402
 from lora_mem.staging.tensors import check_tensors  # noqa: E402
 
 EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
+LAYER = ExpertLayer("m.experts", experts=3, hidden=16, intermediate=8, children=EXPERTS)
 SERVED = ServedModel(
     modules={
         "m.q_proj": ServedModule(16, 32),
         "m.o_proj": ServedModule(32, 16),
-        **{name: ServedModule(8, 16) if "down" in name else ServedModule(16, 8) for name in EXPERTS},
+        **LAYER.layouts[0],
         "m.fused": ServedModule(16, 8, experts=3),
         "m.stacked": ServedModule(16, 8, stacked=((1,), (3,))),
     },
-    complete={"m.experts": (frozenset(EXPERTS),)},
+    experts={"m.experts": LAYER},
     ignored=lambda module: module.startswith("mtp."),
     max_lora_rank=8,
 )

@@ -21,7 +21,7 @@ from lora_mem.sizing.rows import packed_rows
 from lora_mem.sizing.rules import AdapterCheck
 from lora_mem.sizing.serving import ServedModule, ServedShape, serve
 from lora_mem.sizing.shapes import ModelShape
-from lora_mem.sizing.targets import expert_names, rank_and_scaling, scaling_of
+from lora_mem.sizing.targets import child_paths, rank_and_unscaled, scaling_of
 from lora_mem.sizing.tensors import AdapterModule, check_sharded_ranks, local_experts
 
 # Dtypes of a safetensors header: torch's name and the bits of an element.
@@ -181,17 +181,11 @@ class Adapter:
 
     def _received(self, model: ServedShape, found: AdapterCheck) -> Iterator[Received]:
         tensors = {tensor.name: tensor for tensor in self.tensors}
-        scaling = (
-            self.config["lora_alpha"],
-            (self.config.get("alpha_pattern") or {}).items(),
-            bool(self.config.get("use_rslora")),
-        )
-        ranks = (self.config.get("rank_pattern") or {}).items()
         for module, (a, b) in found.served.items():
-            name, takes = model.read_name(a), model.served.modules[module]
+            name = model.read_name(a)
             assert name is not None
-            _, scale = rank_and_scaling(name.peft_module, self.config["r"], ranks, *scaling)
-            yield Received(*model.places[module], takes, tensors[a], tensors[b], takes.expert is None and scale == 1)
+            takes = model.served.modules[module]
+            yield Received(*model.places[module], takes, tensors[a], tensors[b], name.peft_module)
 
     def _dtypes(self, received: Iterable[Received], lora_dtype: str) -> dict[str, str]:
         """Options for dtypes: those of the adapter must be ones that can be staged."""
@@ -216,7 +210,7 @@ class Received(NamedTuple):
     takes: ServedModule
     a: AdapterTensor
     b: AdapterTensor
-    unscaled: bool  # the scaling is 1, so that nothing is folded into B
+    name: str  # in the adapter
 
     def worker(self, options: Resolved) -> int | None:
         """The expert-parallel rank that the expert lives in; None where every worker is given the factors."""
@@ -271,13 +265,13 @@ def _parts(received: Iterable[Received], model: ServedShape, options: Resolved) 
         child, dtypes = one.takes.projections[0][0], (one.a.dtype, one.b.dtype)
         if child in children and children[child].dtypes != dtypes:
             dtypes = ("", "")  # experts of several dtypes are not stacked before they are cast
-        children[child] = _Pair(one.a.shape[-2] // one.takes.experts, dtypes, one.unscaled)
+        unscaled = one.takes.expert is None and rank_and_unscaled(one.name, options)[1]
+        children[child] = _Pair(one.a.shape[-2] // one.takes.experts, dtypes, unscaled)
     for path, module in dict.fromkeys((path, module) for path, module, _ in model.places.values()):
-        count = len(expert_names(module, options) if isinstance(module, Experts) else module.children)
+        count = len(child_paths(module, options, path))
         kinds = Counter(tuple(one.get(child, _Pair()) for child in range(count)) for one in found[path].values())
         for kind, times in kinds.items():
-            ranks, dtypes_of, unscaled = zip(*kind, strict=True)
-            yield AdapterModule(path, module, times, ranks, dtypes_of, unscaled)
+            yield AdapterModule(path, module, times, *zip(*kind, strict=True))
 
 
 def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Adapter:

@@ -167,10 +167,10 @@ class _Findings:
         if self.served is None or not unknown:
             return
         self.errors.append(self.served.unknown(unknown))
-        kinds = {_kind(module) for module in self.served.modules} | ({"experts"} if self.served.complete else set())
+        kinds = {_kind(module) for module in self.served.modules} | ({"experts"} if self.served.experts else set())
         for module in unknown:
             pair = factors.pop(module)
-            if module in self.served.complete:
+            if module in self.served.experts:
                 self._refuse([pair], f"holds all experts of a layer. {self.served.expert_help}")
             elif _kind(module) in kinds or ".base_layer" in module:
                 reason = "names a kind of module that the model has, but none that has slots"
@@ -226,8 +226,8 @@ class _Findings:
         takes = self.served.modules
         twice: list[str] = []
         missing: dict[str, set[str]] = {}
-        for runtime_module, layouts in self.served.complete.items():
-            used = [layout for layout in layouts if not layout.isdisjoint(factors)]
+        for runtime_module, layer in self.served.experts.items():
+            used = [modules for modules in layer.complete if not modules.isdisjoint(factors)]
             if len(used) > 1:
                 twice.append(runtime_module)
             elif used and (absent := used[0] - factors.keys()):

@@ -5,12 +5,16 @@ It is read from a worker's live layers (`vllm_hook.served`), or made of a `Model
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from lora_mem.sizing.modules import Experts, Linear, Module, join
+from lora_mem.sizing.modules import Experts, Module, join
 from lora_mem.sizing.shapes import ModelShape
+from lora_mem.sizing.targets import FUSED, expert_names
 from lora_mem.sizing.wording import compact
 
 
@@ -32,6 +36,7 @@ class TensorName:
 
 
 _EVERYTHING = slice(None)
+_WHOLE = tuple(((projection, _EVERYTHING),) for projection in range(99))  # by the projection that a module is all of
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,13 @@ class ExpertLayer:
         intermediate: of one expert, before tensor parallelism.
         children: the adapter's modules: expert by expert w1 (gate), w2 (down) and, where there is a gate, w3 (up); with
             `shared`, w1, w2 and w3 once. Empty where the engine takes fused experts only (vLLM's 3D wrapper).
-        non_gated: whether there is no w3.
+        non_gated: whether there is no w3; vLLM registers w1's tensor for it.
         mixed: `enable_mixed_moe_lora_format`: fused experts are taken beside those one by one.
         shared: `enable_moe_shared_loras`: A of w1 and w3, and B of w2, once for all experts.
         interleaved: whether gate and up alternate in the rows of a fused B.
         rank_multiple: the rank must be a multiple of this.
-        local: this worker's experts.
+        first: this worker's first expert.
+        count: this worker's experts; None where it has all.
     """
 
     name: str
@@ -96,73 +102,69 @@ class ExpertLayer:
     shared: bool = False
     interleaved: bool = False
     rank_multiple: int = 1
-    local: slice = field(default_factory=lambda: _EVERYTHING)
+    first: int = 0
+    count: int | None = None
 
-    def layouts(self) -> list[dict[str, ServedModule]]:
+    @property
+    def local_experts(self) -> int:
+        """How many experts this worker holds."""
+        return self.experts if self.count is None else self.count
+
+    @property
+    def projections(self) -> int:
+        """How many projections vLLM registers: w1, w2 and w3, or fused w13 and w2."""
+        return 3 if self.children else 2
+
+    @functools.cached_property
+    def layouts(self) -> tuple[dict[str, ServedModule], ...]:
         """The layouts of which an adapter may use one: what each module takes, by the name that an adapter uses."""
-        if self.shared:
-            return [self._shared()]
-        if not self.children:
-            return [self._fused()]
-        return [self._split(), self._fused()] if self.mixed else [self._split()]
+        if self.shared or not self.children:
+            return (self._shared() if self.shared else self._fused(),)
+        return (self._split(), self._fused()) if self.mixed else (self._split(),)
 
-    def _sizes(self, projection: int) -> tuple[int, int]:
-        return (self.intermediate, self.hidden) if projection == 1 else (self.hidden, self.intermediate)
+    @functools.cached_property
+    def complete(self) -> tuple[frozenset[str], ...]:
+        """Of each layout the modules that this worker must be given, if it is given any."""
+        return tuple(frozenset(name for name, one in layout.items() if one.expert != -1) for layout in self.layouts)
+
+    def _module(self, projections: tuple[tuple[int, slice], ...], **fields: Any) -> ServedModule:
+        sizes = (self.intermediate, self.hidden) if projections[0][0] == 1 else (self.hidden, self.intermediate)
+        fields = {"in_features": sizes[0], "out_features": sizes[1], "rank_multiple": self.rank_multiple, **fields}
+        return ServedModule(packed_in=self.name, projections=projections, **fields)
+
+    def _split(self) -> dict[str, ServedModule]:
+        """Each expert by itself."""
+        count = 2 if self.non_gated else 3
+        takes = [
+            [self._module(whole, expert=expert) for whole in _WHOLE[:count]]
+            for expert in (-1, *range(self.local_experts))
+        ]
+        places = (divmod(index, count) for index in range(len(self.children)))
+        local = range(self.first, self.first + self.local_experts)
+        found = (takes[expert - self.first + 1 if expert in local else 0][kind] for expert, kind in places)
+        return dict(zip(self.children, found, strict=True))
 
     def _shared(self) -> dict[str, ServedModule]:
         one, each = (1,), (self.experts,)
-        return {
-            child: ServedModule(
-                *self._sizes(projection),
-                stacked=(each, one) if projection == 1 else (one, each),
-                rank_multiple=self.rank_multiple,
-                packed_in=self.name,
-                projections=((projection, _EVERYTHING),),
-                local=self.local,
-            )
-            for projection, child in enumerate(self.children)
-        }
-
-    def _split(self) -> dict[str, ServedModule]:
-        count = 2 if self.non_gated else 3
-        first, end, _ = self.local.indices(self.experts)
-        projections = [((projection, _EVERYTHING),) for projection in range(count)]
-        layout = {}
-        for index, child in enumerate(self.children):
-            expert, projection = divmod(index, count)
-            layout[child] = ServedModule(
-                *self._sizes(projection),
-                rank_multiple=self.rank_multiple,
-                packed_in=self.name,
-                projections=projections[projection],
-                expert=expert - first if first <= expert < end else -1,
-            )
-        return layout
+        stacked = ((one, each), (each, one), (one, each))
+        kinds = zip(self.children, _WHOLE[:3], stacked, strict=True)
+        return {name: self._module(whole, stacked=sizes, local=self._local) for name, whole, sizes in kinds}
 
     def _fused(self) -> dict[str, ServedModule]:
         """PEFT's fused experts: gate_up comes as `experts.base_layer` and down as `experts`, A `[experts * r, in]`."""
-        gate_up: tuple[tuple[int, slice], ...] = ((0, _EVERYTHING),)
-        if self.children:  # vLLM's 2D wrapper takes gate and up apart
-            gate, up = slice(0, self.intermediate), slice(self.intermediate, None)
-            if self.interleaved:
-                gate, up = slice(0, None, 2), slice(1, None, 2)
-            gate_up = ((0, gate), (2, up))
-
-        def takes(inputs: int, outputs: int, projections: tuple[tuple[int, slice], ...]) -> ServedModule:
-            return ServedModule(
-                inputs,
-                outputs,
-                experts=self.experts,
-                rank_multiple=self.rank_multiple,
-                packed_in=self.name,
-                projections=projections,
-                local=self.local,
-            )
-
+        gate, up = slice(0, self.intermediate), slice(self.intermediate, None)
+        if self.interleaved:
+            gate, up = slice(0, None, 2), slice(1, None, 2)
+        gate_up = ((0, gate), (2, up)) if self.children else _WHOLE[0]  # vLLM's 2D wrapper takes gate and up apart
+        fused = {"experts": self.experts, "local": self._local}
         return {
-            f"{self.name}.base_layer": takes(self.hidden, 2 * self.intermediate, gate_up),
-            self.name: takes(self.intermediate, self.hidden, ((1, _EVERYTHING),)),
+            f"{self.name}.base_layer": self._module(gate_up, out_features=2 * self.intermediate, **fused),
+            self.name: self._module(_WHOLE[1], **fused),
         }
+
+    @property
+    def _local(self) -> slice:
+        return slice(self.first, self.first + self.local_experts)
 
 
 @dataclass(frozen=True)
@@ -171,26 +173,20 @@ class ServedModel:
 
     Attributes:
         modules: by the name that an adapter uses.
-        complete: sets of modules of which an adapter must have all or none: a layer's local experts. By runtime module;
-            where there are several sets, an adapter may use one only.
+        experts: the layers' routed experts, by runtime module. Of a layer's local experts an adapter must have all or
+            none, in one of the layouts.
         ignored: whether vLLM ignores a module of this name by design (other pipeline ranks, `target_modules`, MTP).
         max_lora_rank: of the engine.
         dtype: torch's name of that to which vLLM casts every factor.
-        local_experts: how many experts this worker holds, by runtime module.
-        projections: how many projections vLLM registers, by runtime module (3: w1, w2, w3; 2: fused w13, w2).
-        repeated: projections that are another one's tensor, by runtime module: {2: 0} for w3 of a non-gated MoE.
         share: whether a factor that all experts share may stay one tensor on the host.
         aliases: names in `modules` that are second names.
     """
 
     modules: Mapping[str, ServedModule]
-    complete: Mapping[str, tuple[frozenset[str], ...]]
+    experts: Mapping[str, ExpertLayer]
     ignored: Callable[[str], bool]
     max_lora_rank: int
     dtype: str = "bfloat16"
-    local_experts: Mapping[str, int] = field(default_factory=dict)
-    projections: Mapping[str, int] = field(default_factory=dict)
-    repeated: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     share: bool = True
     aliases: frozenset[str] = frozenset()
 
@@ -208,20 +204,18 @@ class ServedModel:
     @property
     def expert_help(self) -> str:
         """How routed experts must come, for who brings them otherwise."""
-        layouts = next(iter(self.complete.values()), ())
-        takes = [self.modules[next(iter(layout))] for layout in layouts if layout]
-        if not takes:
+        layer = next(iter(self.experts.values()), None)
+        if layer is None:
             return "This model has no routed experts"
-        mixed = "start vLLM with enable_mixed_moe_lora_format=True"
-        if takes[0].stacked:
+        if layer.shared:
             how = "experts as 'experts.w1', 'experts.w2' and 'experts.w3' (enable_moe_shared_loras=True)"
-        elif takes[0].fused:
-            how = "a layer's experts fused, as 'experts.base_layer' (gate_up) and 'experts' (down); to serve "
-            how += f"per-expert adapters {mixed}"
-        elif len(takes) > 1:
+        elif layer.mixed:
             how = "a layer's experts one by one, or fused as 'experts.base_layer' and 'experts'"
         else:
-            how = f"experts one by one; for fused 'experts.base_layer' and 'experts' {mixed}"
+            how = "experts one by one; for fused 'experts.base_layer' and 'experts'"
+            if not layer.children:
+                how = "a layer's experts fused, as 'experts.base_layer' and 'experts'; for per-expert adapters"
+            how += " start vLLM with enable_mixed_moe_lora_format=True"
         return f"This engine takes {how}"
 
 
@@ -241,77 +235,45 @@ class ServedShape:
 
     def read_name(self, tensor: str) -> TensorName | None:
         """What a tensor's name says, as vLLM parses it (`parse_fine_tuned_lora_name`); None where it cannot."""
-        for end, is_a in _FACTORS.items():
-            if tensor.endswith(end):
-                module = tensor.removeprefix("base_model.model.").removesuffix(end)
-                return TensorName(self.renamed.get(module, module), module, is_a)
+        if found := re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_(?:([AB])\.weight|embedding_([AB]))", tensor):
+            module = found[1]
+            return TensorName(self.renamed.get(module, module), module, "A" in found.groups()[1:])
         return None
 
 
-_FACTORS = {
-    ".lora_A.weight": True,
-    ".lora_B.weight": False,
-    ".lora_embedding_A": True,
-    ".lora_embedding_B": False,
-}
-
-
 def serve(shape: ModelShape, max_lora_rank: int, *, mixed: bool = False, shared: bool = False) -> ServedShape:
-    """What an engine of `max_lora_rank` serves of a model.
-
-    Args:
-        shape: the model.
-        max_lora_rank: of the engine.
-        mixed: `enable_mixed_moe_lora_format`.
-        shared: `enable_moe_shared_loras`.
-
+    """What an engine serves of a model; `mixed` and `shared` are `enable_mixed_moe_lora_format` and
+    `enable_moe_shared_loras`.
     """
     modules: dict[str, ServedModule] = {}
-    complete: dict[str, tuple[frozenset[str], ...]] = {}
+    experts: dict[str, ExpertLayer] = {}
     places: dict[str, tuple[str, Module, int]] = {}
     renamed: dict[str, str] = {}
     for group in shape.groups:
         for layer, module in itertools.product(group.layers if group.stage == "layers" else (0,), group.modules):
-            path = group.path(layer, module)
+            path, found = group.path(layer, module), {}
             if isinstance(module, Experts):
-                layouts = _expert_layer(module, path, mixed=mixed, shared=shared).layouts()
-                complete[path] = tuple(map(frozenset, layouts))
+                experts[path] = _expert_layer(module, path, mixed=mixed, shared=shared)
+                found = {name: takes for layout in experts[path].layouts for name, takes in layout.items()}
             else:
-                layouts = [_linear(module, path)]
+                parent = path.rpartition(".")[0]
+                for child, whole in zip(module.children, _WHOLE, strict=False):
+                    found[join(parent, child.name)] = ServedModule(
+                        module.input_size, child.output_size, projections=whole
+                    )
             prefix, peft_prefix = (one.removesuffix(module.name) for one in (path, group.peft_path(layer, module)))
-            for name in itertools.chain(*layouts):
+            for name in found:
                 places[name] = (group.path(None, module), module, layer)
                 if prefix != peft_prefix:
                     renamed[peft_prefix + name.removeprefix(prefix)] = name
-            modules.update(*layouts)
-    return ServedShape(ServedModel(modules, complete, lambda module: False, max_lora_rank), places, renamed)
-
-
-def _linear(module: Linear, path: str) -> dict[str, ServedModule]:
-    parent = path.rpartition(".")[0]
-    return {
-        join(parent, child.name): ServedModule(
-            module.input_size, child.output_size, projections=((index, _EVERYTHING),)
-        )
-        for index, child in enumerate(module.children)
-    }
+            modules |= found
+    return ServedShape(ServedModel(modules, experts, lambda module: False, max_lora_rank), places, renamed)
 
 
 def _expert_layer(module: Experts, path: str, *, mixed: bool, shared: bool) -> ExpertLayer:
-    if shared:
-        children = [f"{path}.{name}" for name in ("w1", "w2", "w3")]
-    elif module.layout == "fused" and not mixed:
-        children = []
-    else:
-        names = ("gate_proj", "down_proj", "up_proj") if module.layout == "fused" else module.children
-        children = [f"{path}.{expert}.{name}" for expert in range(module.num_experts) for name in names]
-    return ExpertLayer(
-        path,
-        module.num_experts,
-        module.hidden_size,
-        module.intermediate_size,
-        children,
-        non_gated=module.layout == "non_gated",
-        mixed=mixed,
-        shared=shared,
-    )
+    names = expert_names(module, fused=module.layout == "fused" and not mixed, shared=shared)
+    inner = [path] if shared else [f"{path}.{expert}" for expert in range(module.num_experts)]
+    children = [] if names == FUSED else [f"{one}.{name}" for one in inner for name in names]
+    sizes = module.num_experts, module.hidden_size, module.intermediate_size
+    non_gated = module.layout == "non_gated"
+    return ExpertLayer(path, *sizes, children, non_gated=non_gated, mixed=mixed, shared=shared)

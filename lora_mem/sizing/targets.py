@@ -22,33 +22,29 @@ def targeted(config: dict[str, Any]) -> Callable[[str], bool]:
 
     `target_modules`, less `exclude_modules`, is a regular expression for the whole name, or names of which one is the
     module's or its ending; names only hold in `layers_to_transform`, where that is given. `modules_to_save` have none.
+    Names of a layer's experts, here or in `target_parameters`, stand for all modules that the experts come as.
     """
     targets = config["target_modules"]
-    parameters = tuple(config.get("target_parameters") or ())
-    excluded = _named(config.get("exclude_modules") or ())
+    by_name, in_layers, excluded = named(targets), _in_layers(config), named(config.get("exclude_modules") or ())
+    whole = named(() if isinstance(targets, str) else targets)
+    parameters = any("experts" in parameter for parameter in config.get("target_parameters") or ())
     saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in config.get("modules_to_save") or ()]
 
-    def left_out(module: str) -> bool:
-        return excluded(module) or any(pattern.match(module) for pattern in saved)
-
-    if targets == "all-linear":
-        return lambda module: module.rpartition(".")[2] not in ("embed_tokens", "lm_head") and not left_out(module)
-    named, in_layers = _named(targets), _in_layers(config)
-    # PEFT's fused experts: gate_up_proj is stored as experts.base_layer, down_proj as experts.
-    fused = any("experts" in parameter for parameter in parameters) or (
-        not isinstance(targets, str) and "experts" in targets
-    )
-
     def wanted(module: str) -> bool:
-        if fused and (module.endswith((".experts", ".experts.base_layer")) or ".experts." in module):
+        experts = re.match(r"(.*\.experts)(\.|$)", module)
+        if experts and parameters:
             return True
-        return named(module) and in_layers(module) and not left_out(module)
+        if excluded(module) or any(pattern.match(module) for pattern in saved):
+            return False
+        if targets == "all-linear":
+            return module.rpartition(".")[2] not in ("embed_tokens", "lm_head")
+        return in_layers(module) and (by_name(module) or (experts is not None and whole(experts[1])))
 
     return wanted
 
 
-def _named(names: str | Iterable[str]) -> Callable[[str], bool]:
-    """PEFT's rule for names of modules: a regular expression for all of one, or one of them or its ending."""
+def named(names: str | Iterable[str]) -> Callable[[str], bool]:
+    """PEFT's rule for names of modules: a regular expression for all of one, or one of them or its end, at a dot."""
     if isinstance(names, str):
         pattern = re.compile(names)
         return lambda module: pattern.fullmatch(module) is not None
@@ -77,11 +73,6 @@ def _in_layers(config: dict[str, Any]) -> Callable[[str], bool]:
 # In a model: what the options of `footprint` name
 
 
-def matches(path: str, target: str) -> bool:
-    """PEFT's rule for a name in `target_modules`: it is the path or its end, at a dot."""
-    return path == target or path.endswith(f".{target}")
-
-
 def match_pattern(pattern: Iterable[tuple[str, Value]], name: str, default: Value) -> Value:
     """PEFT's rule for `rank_pattern` and `alpha_pattern`: the first key that is the name or its end, at a dot."""
     return next((value for key, value in pattern if re.match(rf"(.*\.)?({key})$", name)), default)
@@ -99,15 +90,19 @@ def deployed(path: str, module: Module, targets: tuple[str, ...] | None) -> bool
     return isinstance(module, Linear) and any(child.name in targets for child in module.children)
 
 
-def expert_names(module: Experts, options: Resolved) -> tuple[str, ...]:
-    """What the adapter calls the projections of an expert, in the order w1, w2, w3 (or gate_up, down)."""
-    if options.enable_moe_shared_loras:
+FUSED = ("gate_up_proj", "down_proj")
+
+
+def expert_names(module: Experts, *, fused: bool, shared: bool) -> tuple[str, ...]:
+    """What an adapter calls the projections of an expert, in the order w1, w2, w3 (or gate_up, down).
+
+    `fused` is vLLM's `is_3d_lora_weight`, `shared` its `enable_moe_shared_loras`.
+    """
+    if shared:
         return ("w1", "w2", "w3")
-    if module.layout == "fused" and not options.is_3d_lora_weight:
-        return ("gate_proj", "down_proj", "up_proj")
-    if options.is_3d_lora_weight:
-        return ("gate_up_proj", "down_proj")
-    return module.children
+    if fused:
+        return FUSED
+    return ("gate_proj", "down_proj", "up_proj") if module.layout == "fused" else module.children
 
 
 def child_paths(module: Module, options: Resolved, path: str, expert: int = 0) -> list[str]:
@@ -116,7 +111,8 @@ def child_paths(module: Module, options: Resolved, path: str, expert: int = 0) -
         parent = path.rpartition(".")[0]
         return [join(parent, child.name) for child in module.children]
     inner = path if options.experts_in_one_tensor else f"{path}.{expert}"
-    return [f"{inner}.{name}" for name in expert_names(module, options)]
+    names = expert_names(module, fused=options.is_3d_lora_weight, shared=options.enable_moe_shared_loras)
+    return [f"{inner}.{name}" for name in names]
 
 
 def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
@@ -127,17 +123,17 @@ def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
 
     """
     targets, paths = options.target_modules, child_paths(module, options, module.name)
+    is_named = named(() if targets == "all-linear" else targets)
     if isinstance(module, Linear):
-        if targets == "all-linear":
-            return tuple(child.linear for child in module.children)
-        return tuple(any(matches(path, target) for target in targets) for path in paths)
-    if targets == "all-linear" or any(matches(module.name, target) for target in targets):
+        linear = [child.linear for child in module.children]
+        return tuple(linear if targets == "all-linear" else map(is_named, paths))
+    if targets == "all-linear" or is_named(module.name):
         return (True,) * len(paths)
     # A parameter is no module: PEFT reaches it by `target_parameters`, whose names hold the parent's too.
-    names = [target for target in targets if "." in target or not options.experts_in_one_tensor]
-    found = tuple(any(matches(path, name) for name in names) for path in paths)
+    is_named = named([target for target in targets if "." in target or not options.experts_in_one_tensor])
+    found = tuple(map(is_named, paths))
     if any(found) and not all(found):
-        missing = [name for name, taken in zip(expert_names(module, options), found, strict=True) if not taken]
+        missing = [path.rpartition(".")[2] for path, taken in zip(paths, found, strict=True) if not taken]
         raise SizingError(
             "target_modules",
             list(targets),
@@ -147,32 +143,18 @@ def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
     return found
 
 
-def rank_and_scaling(
-    module: str,
-    rank: int,
-    rank_pattern: Iterable[tuple[str, int]],
-    alpha: float | None,
-    alpha_pattern: Iterable[tuple[str, float]],
-    use_rslora: bool,
-) -> tuple[int, float | None]:
-    """The rank of a module, by its name in the adapter, and its scaling, where alpha is known.
+def rank_and_unscaled(module: str, options: Resolved) -> tuple[int, bool]:
+    """The rank of a module, by its name in the adapter, and whether its scaling is 1: vLLM's `get_rank_and_scaling`.
 
-    vLLM's `get_rank_and_scaling`: fused experts have names of their own in the file, patterns those of the parameters.
+    Fused experts have names of their own in the file; patterns are for those of the parameters.
     """
     if module.endswith(".experts.base_layer"):
         module = module.removesuffix(".base_layer") + ".gate_up_proj"
     elif module.endswith(".experts"):
         module += ".down_proj"
-    rank = match_pattern(rank_pattern, module, rank)
-    alpha = match_pattern(alpha_pattern, module, alpha)
-    return rank, None if alpha is None else scaling_of(alpha, rank, use_rslora)
-
-
-def rank_and_unscaled(name: str, options: Resolved) -> tuple[int, bool]:
-    """The rank of a module, by PEFT's name for it, and whether its scaling is 1."""
-    patterns = options.rank_pattern, options.lora_alpha, options.alpha_pattern, options.use_rslora
-    rank, scaling = rank_and_scaling(name, options.rank, *patterns)
-    return rank, scaling == 1
+    rank = match_pattern(options.rank_pattern, module, options.rank)
+    alpha = match_pattern(options.alpha_pattern, module, options.lora_alpha)
+    return rank, alpha is not None and scaling_of(alpha, rank, options.use_rslora) == 1
 
 
 def ranks_in_layer(
@@ -214,7 +196,7 @@ def check_targets(shape: ModelShape, options: Resolved) -> None:
         available = {path for module in modules for path in child_paths(module, options, module.name)}
         available |= {module.name for module in modules if isinstance(module, Experts)}
         for name in options.target_modules:
-            if not any(matches(path, name) for path in available):
+            if not any(map(named([name]), available)):
                 known = ", ".join(sorted({path.rpartition(".")[2] for path in available}))
                 reason = f"is no module of {shape.name} that vLLM serves with LoRA; it has: {known}"
                 raise SizingError("target_modules", name, reason)

@@ -164,7 +164,7 @@ def _projections(module: Experts, ranks: tuple[int, ...], options: Resolved) -> 
         sizes = [(hidden, 2 * inter), (inter, hidden)]
     else:
         sizes = [(hidden, inter), (inter, hidden), (hidden, inter)][: len(ranks)]
-    names = expert_names(module, options)
+    names = expert_names(module, fused=options.is_3d_lora_weight, shared=options.enable_moe_shared_loras)
     return [(name, *size, rank) for name, size, rank in zip(names, sizes, ranks, strict=True)]
 
 

@@ -265,7 +265,7 @@ class Layout:
         if not takes.packed_in:
             yield self._part(name.module, 0, name.is_a, 0, (rank, fan_in) if name.is_a else (fan_out, rank))
             return
-        experts = self.served.local_experts[takes.packed_in]
+        experts = self.served.experts[takes.packed_in].local_experts
         if takes.stacked is not None and takes.stacked[0 if name.is_a else 1] == (1,):
             experts = 1
         members = experts if takes.expert is not None else 0

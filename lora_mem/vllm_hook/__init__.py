@@ -1016,7 +1016,7 @@ def _announced(manager: Any, config: dict[str, Any]) -> Announced:
             "serves with LoRA; correct it, or pass nbytes"
         )
     # Where a layer's experts may come in two layouts, one is meant: PEFT writes the fused one for target_parameters.
-    for layouts in served.complete.values():
+    for layouts in (layer.complete for layer in served.experts.values()):
         if len(layouts) > 1:
             other = layouts[0] if config.get("target_parameters") else layouts[1]
             modules = [module for module in modules if module not in other]

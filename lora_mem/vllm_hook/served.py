@@ -29,23 +29,12 @@ def _read_served_model(manager: Any) -> ServedModel:
 
     adapters = manager._adapter_manager
     modules: dict[str, ServedModule] = {}
-    complete: dict[str, tuple[frozenset[str], ...]] = {}
-    local_experts: dict[str, int] = {}
-    projections: dict[str, int] = {}
-    repeated: dict[str, dict[int, int]] = {}
-    use_ep = False
+    experts: dict[str, ExpertLayer] = {}
     for name, layer in adapters.modules.items():
         if isinstance(layer, layers.FusedMoEWithLoRA):
-            layouts = _expert_layer(adapters, name, layer).layouts()
-            for layout in layouts:
+            experts[name] = _expert_layer(adapters, name, layer)
+            for layout in experts[name].layouts:
                 modules.update(layout)
-            complete[name] = tuple(
-                frozenset(module for module, takes in layout.items() if takes.expert != -1) for layout in layouts
-            )
-            local_experts[name] = layer.local_num_experts
-            projections[name] = 2 if isinstance(layer, layers.FusedMoE3DWithLoRA) else 3
-            repeated[name] = {2: 0} if adapters._is_non_gated_moe else {}
-            use_ep = use_ep or layer.use_ep
         else:
             modules.update(_linear_modules(adapters, name, layer))
 
@@ -71,14 +60,11 @@ def _read_served_model(manager: Any) -> ServedModel:
 
     return ServedModel(
         modules=modules,
-        complete=complete,
+        experts=experts,
         ignored=lambda module: module in untargeted or (bool(not_here) and f"{module}.".startswith(not_here)),
         max_lora_rank=manager.lora_config.max_lora_rank,
         dtype=str(manager.lora_config.lora_dtype).removeprefix("torch."),
-        local_experts=local_experts,
-        projections=projections,
-        repeated=repeated,
-        share=not use_ep,  # vLLM would unpack the factors once more to slice them
+        share=not adapters._use_ep,  # vLLM would unpack the factors once more to slice them
         aliases=frozenset(aliases),
     )
 
@@ -87,7 +73,6 @@ def _expert_layer(adapters: Any, name: str, layer: Any) -> ExpertLayer:
     moe = layer.moe_config
     # Sizes of the checkpoint: a backend may pad both, and vLLM copies into a corner of the padded slot.
     per_rank = moe.intermediate_size_per_partition_unpadded or moe.intermediate_size_per_partition
-    first = layer.ep_rank * layer.local_num_experts if layer.use_ep else 0
     return ExpertLayer(
         name,
         experts=layer.global_num_experts,
@@ -99,7 +84,8 @@ def _expert_layer(adapters: Any, name: str, layer: Any) -> ExpertLayer:
         shared=adapters._enable_moe_shared_loras,
         interleaved=adapters.model.config.architectures[0] == "GptOssForCausalLM",
         rank_multiple=layer.tp_size if layer.fully_sharded else 1,
-        local=slice(first, first + layer.local_num_experts) if layer.use_ep else slice(0, layer.global_num_experts),
+        first=layer.ep_rank * layer.local_num_experts if layer.use_ep else 0,
+        count=layer.local_num_experts,
     )
 
 

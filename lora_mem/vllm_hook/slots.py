@@ -183,7 +183,7 @@ def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]
         NoSlot: a part is named otherwise than its layer, as in a text-only adapter of a multimodal model.
     """
     adapters = manager._adapter_manager
-    experts = served_model(manager).projections  # whose parts have their layer's name already
+    experts = served_model(manager).experts  # whose parts have their layer's name already
     layer_of = {name: name for name in adapters.modules}
     for name, children in adapters.packed_modules.items():
         if name not in experts:
@@ -315,12 +315,12 @@ def model_of_parts(
     spread = {part.module for part in shared_parts(parts)}
     loras: dict[str, LoRALayerWeights] = {}
     for module, factors in modules.items():
-        if module not in served.projections:
+        if module not in served.experts:
             a, b = factors[0, True], factors[0, False]
             loras[module] = LoRALayerWeights(module, a.shape[0], a.shape[0], a, b, scaling=1)
             continue
-        count = served.projections[module]
-        repeated = served.repeated.get(module, {})
+        count = served.experts[module].projections
+        repeated = {2: 0} if served.experts[module].non_gated else {}
         a_list, b_list = [], []
         for projection in range(count):
             own = repeated.get(projection, projection)
@@ -329,7 +329,7 @@ def model_of_parts(
             a_list.append(factors.get((own, True), factors[0, True]))
         own_rank = a_list[0].shape[-2]
         if module in spread:
-            experts = served.local_experts[module]
+            experts = served.experts[module].local_experts
             a_list = _Spread(a_list, [experts] * count, manager.device)
             b_list = _Spread(b_list, [experts] * count, manager.device)
         ranks: list[int | None] = [own_rank] * count
