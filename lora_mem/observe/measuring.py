@@ -33,24 +33,18 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
         lora_int_id: the adapter; None for the only one that is registered or staged. Where there is none, the slots.
 
     Returns:
-        A `Footprint`, with these figures (bytes):
+        A `Footprint`, its figures as in a prediction (`footprint`), with these differences:
 
-        - `packed_bytes`, `staged_bytes`, `shared_bytes`: of the adapter, registered, kept to build it again, and both.
-        - `slot_bytes`: the slot buffers. `slot_padding_bytes`: of them, by the adapter's rank and `max_lora_rank`.
-        - `host_bytes`, `gpu_resident_bytes`: all adapters that are registered or staged, by where they are; the slots
-          too for the second. A prediction counts `max_cpu_loras` adapters: compare when as many are there.
-        - `host_pinned_bytes`: of the host bytes, the blocks of laid-out adapters, and every other tensor rounded up to
-          a power of two, as torch's pinned cache takes it.
-        - `node_host_bytes`, `node_host_pinned_bytes`: host bytes times the workers of this host, which vLLM tells.
-        - `gpu_sync_peak_bytes`: what these tensors had to take on the GPU at once while the adapter was brought in.
-          A sum of the sizes above, since tensors do not tell of their past; the allocator's peak is for a profile. Of a
-          laid-out adapter it is the slots and what may be under way, as in a prediction of one in the slots' dtype.
+        - All adapters that are registered or staged count, by where they are; a prediction counts `max_cpu_loras`.
+        - `host_pinned_bytes`: the blocks of laid-out adapters, and every other tensor on the host rounded up to a power
+          of two, as torch's pinned cache takes it.
+        - `gpu_sync_peak_bytes`: a sum of the sizes, since tensors do not tell of their past; the allocator's peak is
+          for a profile.
 
         On a worker without a GPU all memory is the host's: adapters count as where the hook's strategy has them.
 
     Raises:
         LookupError: no engine, no such adapter, or several of which none was named.
-
     """
     manager = vllm_hook.manager_of(engine)
     worker, adapters = vllm_hook.live_worker(manager), vllm_hook.live_adapters(manager)

@@ -206,15 +206,10 @@ class Profile:
 
         rows = []
         for phase in self.phases:
-            row: dict[str, Any] = {"phase": phase.name, "depth": phase.depth, "start": phase.start}
-            row |= {"seconds": phase.seconds, "device_seconds": phase.device_seconds}
-            for figure in dataclasses.fields(Memory):
-                for when in ("before", "peak", "after"):
-                    row[f"{figure.name}_{when}"] = getattr(getattr(phase, when), figure.name)
-            row |= {"to_host": phase.to_host, "to_device": phase.to_device}
-            row |= {"to_host_rate": phase.to_host_rate, "to_device_rate": phase.to_device_rate, "error": phase.error}
-            rows.append(row)
-        return pd.DataFrame(rows)
+            row = phase.to_dict()
+            memory = {f"{name}_{when}": n for when in ("before", "peak", "after") for name, n in row.pop(when).items()}
+            rows.append({"phase": row.pop("name"), **row, **memory})
+        return pd.DataFrame(rows).drop(columns="traced", errors="ignore")
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Phases over time, nested ones below."""

@@ -59,10 +59,7 @@ def read_trace(path: str | Path) -> tuple[TracedPhase, ...]:
 def read_device(path: str | Path) -> dict[str, tuple[Span, ...]]:
     """When a trace's device ran kernels, copied to the host and copied to the device: (begin, end), in seconds.
 
-    Of each kind intervals that do not touch, since the trace's first event, as the phases of `read_trace`.
-
-    Args:
-        path: of a Chrome trace, `.json` or `.json.gz`.
+    Of each kind intervals that do not touch, since the trace's first event; trace and phases as for `read_trace`.
     """
     events = read_events(path)
     zero = min((event["ts"] for event in events), default=0)
@@ -75,9 +72,6 @@ def read_device(path: str | Path) -> dict[str, tuple[Span, ...]]:
 
 def trace_frame(path: str | Path) -> Any:
     """What ran in a trace that `profile` wrote, by phase, as a pandas DataFrame, the longest first.
-
-    Args:
-        path: of a Chrome trace, `.json` or `.json.gz`.
 
     Columns: phase (the innermost), kind ("op": torch's outermost operators on the host; "kernel" and "copy" on the
     device), name, calls, milliseconds.
