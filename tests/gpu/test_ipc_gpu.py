@@ -11,13 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="needs vllm")
 
-from test_staging import adapter, layout_for, receiver_for, staged_slots, vllm_slots, worker  # noqa: E402
+from test_staging import adapter, layout_for, receiver_for, same, staged_slots, vllm_slots, worker  # noqa: E402
 
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": []}
 BUCKET = 256 * 2**20  # bytes, most of them never read: what counts is that all of it can be freed
 
 
@@ -45,7 +44,7 @@ def borrow(way, inbox, outbox):
         held = tensors
     elif way == "stage":
         manager, _ = worker("gated")
-        where = layout_for(manager, CONFIG)
+        where = layout_for(manager)
         receiver = receiver_for(where, tensors, pin=True)
         receiver.add_all(tensors)
         receiver.finish()
@@ -63,7 +62,7 @@ def borrow(way, inbox, outbox):
 @pytest.mark.parametrize("way", ["offload", "stage"])
 def test_the_owner_of_borrowed_tensors_gets_their_memory_back(way):
     manager, layer = worker("gated")
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
+    tensors = adapter("gated")
     context = torch.multiprocessing.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
     other = context.Process(target=borrow, args=(way, inbox, outbox), daemon=True)
@@ -92,11 +91,11 @@ def test_the_owner_of_borrowed_tensors_gets_their_memory_back(way):
         assert names == list(tensors)
         assert all(torch.equal(copy, tensors[name]) for name, copy in zip(names, held, strict=True))
         return
-    where = layout_for(manager, CONFIG)
+    where = layout_for(manager)
     receiver = receiver_for(where, tensors)
     receiver.add_all(tensors)
     receiver.finish()
     assert all(torch.equal(copy, part) for copy, part in zip(held, receiver.parts.values(), strict=True))
-    slots = staged_slots(manager, layer, receiver, False)
-    expected = vllm_slots(manager, layer, tensors, CONFIG, False, None)
-    assert all(torch.equal(slots[name], expected[name]) for name in expected)
+    slots = staged_slots(manager, layer, receiver)
+    expected = vllm_slots(manager, layer, tensors)
+    assert same(slots, expected)

@@ -33,7 +33,7 @@ def test_from_the_gpu_in_any_order(layout, dtype, alpha, rslora, alias, on_host,
     manager, layer = worker(layout)
     config = {"r": RANK, "lora_alpha": alpha, "use_rslora": rslora, "target_modules": []}
     fused = "fused" in layout or "interleaved" in layout
-    tensors = adapter(layout, torch.Generator().manual_seed(seed), dtype, alias)
+    tensors = adapter(layout, seed, dtype, alias)
     expected = vllm_slots(manager, layer, tensors, config, fused, None)
     chance = random.Random(seed)
     names = list(tensors)
@@ -64,20 +64,19 @@ def test_views_of_one_large_buffer_are_let_go():
     release_device_memory()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     manager, layer = worker("gated")
-    config = {"r": RANK, "lora_alpha": 8, "target_modules": []}
-    tensors = adapter("gated", torch.Generator().manual_seed(0), torch.bfloat16, False)
-    expected = vllm_slots(manager, layer, tensors, config, False, None)
+    tensors = adapter("gated")
+    expected = vllm_slots(manager, layer, tensors)
     bucket = torch.cat([tensor.flatten() for tensor in tensors.values()]).cuda()
     views, start = {}, 0
     for name, tensor in tensors.items():
         views[name] = bucket[start : start + tensor.numel()].view(tensor.shape)
         start += tensor.numel()
-    where = layout_for(manager, config)
+    where = layout_for(manager)
     receiver = receiver_for(where, tensors, pin=True)
     receiver.add_all(views)
     del bucket, views
     receiver.finish()
     release_device_memory()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
-    slots = staged_slots(manager, layer, receiver, False)
+    slots = staged_slots(manager, layer, receiver)
     assert all(torch.equal(slots[name], expected[name]) for name in expected)
