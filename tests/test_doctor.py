@@ -46,7 +46,7 @@ def test_a_broken_companion_of_torch_is_bad(tmp_path):
 
 
 def state(check):
-    (line,) = check()
+    line = check()
     return line.state, line.found, line.advice
 
 
@@ -130,7 +130,7 @@ def test_a_gpu_that_torch_does_not_find(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_nvidia_smi", list)
     assert state(doctor._gpu)[0] == "warn"
-    assert state(doctor._page_locking)[0] == "warn"
+    assert state(doctor._pinning)[0] == "warn"
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda: ["580.1"])
     monkeypatch.setattr(torch.version, "cuda", None)
     assert state(doctor._gpu)[:2] == ("bad", "there is one, but torch is built for the CPU")
@@ -142,6 +142,6 @@ def test_what_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert state(doctor._torch)[0] == state(doctor._vllm)[0] == "warn"
     assert "lora-mem[cpu]" in state(doctor._vllm)[2]
-    assert [check.found.partition(":")[0] for check in doctor._extras()] == ["optional; not installed"] * 2
+    assert [doctor._extra(name).found.partition(":")[0] for name in doctor.EXTRAS] == ["optional; not installed"] * 2
     monkeypatch.setattr(doctor, "_import_problem", lambda *names: "ModuleNotFoundError: no such module")
-    assert list(doctor._hook()) == list(doctor._gpu()) == list(doctor._page_locking()) == []
+    assert (doctor._hook(), doctor._gpu(), doctor._pinning()) == (None, None, None)
