@@ -258,7 +258,7 @@ def _sync(llm: Any, strategy: Way, number: int, transport: Transport, generate: 
     transport_alone = transport.seconds(number)  # each time: a shared host is not equally fast all the time
     vllm_hook.release_device_memory()
     seconds: dict[str, float] = defaultdict(float)
-    events: dict[str, float] = {}
+    ends: dict[str, float] = {}
 
     @contextmanager
     def lap(name: str) -> Iterator[None]:
@@ -266,9 +266,10 @@ def _sync(llm: Any, strategy: Way, number: int, transport: Transport, generate: 
         yield
         seconds[name] += time.perf_counter() - began
 
-    def on_load(event: str, lora_int_id: int) -> None:
-        testing.synchronize()
-        events[event] = time.perf_counter()
+    def on_load(span: str, lora_int_id: int) -> None:
+        if span in ("activate", "offload"):
+            testing.synchronize()
+        ends[span] = time.perf_counter()
 
     waited = 0.0
     with watched() as memory, _timed() as elapsed:
@@ -298,7 +299,7 @@ def _sync(llm: Any, strategy: Way, number: int, transport: Transport, generate: 
         transport=transport_alone,
         receiving=seconds["receive"],
         adding=adding(),
-        offloading=events["offloaded"] - events["added"] if "offloaded" in events else 0.0,
+        offloading=ends["offload"] - ends["activate"] if "offload" in ends else 0.0,
         rebuilding=rebuilding(),
         python=(seconds["receive"] - waited) / transport.tensors * 1e6 if strategy in _STREAMED else 0.0,
         peak=(memory.peak.allocated or 0) - (before.allocated or 0),

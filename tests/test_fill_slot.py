@@ -21,7 +21,9 @@ import lora_mem
 from lora_mem import testing, vllm_hook
 from lora_mem.errors import AdapterError
 from lora_mem.staging import filling
-from lora_mem.vllm_hook import slots
+from lora_mem.vllm_hook import blocks, loading, slots
+from lora_mem.vllm_hook.layouts import layout_of
+from lora_mem.vllm_hook.state import process
 
 LINEAR = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYERS = 16  # of the tiny model with weights: 4 times qkv_proj, o_proj, gate_up_proj, down_proj
@@ -231,7 +233,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
     request = fill(first.tensors, first.config)
     check("no slot is free, and the last version of this adapter is pinned to its own")
 
-    nbytes = hook._layout(manager, first.config).exact_nbytes(first.tensors)
+    nbytes = layout_of(manager, first.config).exact_nbytes(first.tensors)
     request = fill(first.tensors, first.config, load_inplace=False, nbytes=nbytes)
     check("by nbytes alone nobody knows which parts will come")
 
@@ -333,11 +335,11 @@ def test_a_layer_that_fails_leaves_no_half_adapter_active(llm, hook, manager, ve
 def test_a_layer_that_goes_by_another_name_is_left_to_vllm(hook):
     manager, _ = worker("gated")
     tensors = adapter("gated")
-    parts = hook._layout(manager, CONFIG).parts_of(tensors)
-    vllm_hook.SlotFill(manager, 1, RANK, parts)
+    parts = layout_of(manager, CONFIG).parts_of(tensors)
+    slots.SlotFill(manager, 1, RANK, parts)
     other = dataclasses.replace(next(iter(parts)), module="language_model.model.layers.0.mlp.experts")
     with pytest.raises(slots.NoSlot, match=r"language_model\..*experts is another name of a layer"):
-        vllm_hook.SlotFill(manager, 1, RANK, parts | {other})
+        slots.SlotFill(manager, 1, RANK, parts | {other})
 
 
 def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):
@@ -416,7 +418,7 @@ class Worker:
             return
         self.versions += 1
         tensors = adapter(self.layout, self.versions)
-        layout = vllm_hook._layout(self.manager, self.config)
+        layout = layout_of(self.manager, self.config)
         how = {"load_inplace": True, "fill_slot": fill_slot, "parts": layout.parts_of(tensors)}
         arguments = lora_int_id, f"adapter-{lora_int_id}", self.config, self.manager, layout.exact_nbytes(tensors)
         self.open[lora_int_id] = vllm_hook.Stage(*arguments, **how), tensors
@@ -437,12 +439,12 @@ class Worker:
 
     def ask(self, lora_int_id):
         """What `LRUCacheWorkerLoRAManager.add_adapter` does for a request of the newest version."""
-        stage = vllm_hook._staged.get(lora_int_id)
+        stage = process.staged.get(lora_int_id)
         if stage is None:
             return
         if vllm_hook.registered_model(self.manager, lora_int_id) not in stage.models:
             request = LoRARequest(stage.name, lora_int_id, stage.path)
-            model = vllm_hook._load_staged(None, self.manager, request)
+            model = loading.load_staged(None, self.manager, request)
             self.adapters.remove_adapter(lora_int_id)
             if len(self.adapters._registered_adapters) == 3:
                 self.adapters.remove_oldest_adapter()
@@ -455,7 +457,7 @@ class Worker:
             self.adapters.activate_adapter(lora_int_id)
 
     def drop(self, lora_int_id):
-        vllm_hook._forget(lora_int_id)
+        blocks.forget(lora_int_id)
         self.adapters.remove_adapter(lora_int_id)
 
     def check(self):
@@ -490,7 +492,7 @@ def test_the_slot_of_an_active_adapter_holds_what_is_registered(layout, events):
     finally:
         for stage, _ in found.open.values():
             stage.abort()
-        vllm_hook._staged.clear()
+        process.staged.clear()
 
 
 def test_a_free_slot_leaves_the_last_version_where_it_is():
@@ -504,7 +506,7 @@ def test_a_free_slot_leaves_the_last_version_where_it_is():
         assert found.adapters.lora_index_to_id == before
         found.check()
         found.commit(1)
-        assert vllm_hook._staged[1].fill.filled == {NAME}
+        assert process.staged[1].fill.filled == {NAME}
         calls = []
         real = found.layer.set_lora
         found.layer.set_lora = lambda *arguments, calls=calls, real=real: calls.append(arguments) or real(*arguments)
@@ -514,7 +516,7 @@ def test_a_free_slot_leaves_the_last_version_where_it_is():
         found.check()
         slots.append(found.adapters.lora_index_to_id.index(1))
     assert slots == [0, 1, 0, 1]
-    vllm_hook._forget(1)
+    blocks.forget(1)
 
 
 @pytest.mark.parametrize("fill_slot", [False, True])
@@ -545,7 +547,7 @@ def test_flags_of_expert_layers_are_written_after_the_copies(fill_slot):
     assert found.layer.adapter_enabled is own
     assert own.tolist() == [1, 0, 0]
     for lora_int_id in (1, 2):
-        vllm_hook._forget(lora_int_id)
+        blocks.forget(lora_int_id)
 
 
 def test_flags_of_the_version_before_are_written_after_the_copies_too():
@@ -563,7 +565,7 @@ def test_flags_of_the_version_before_are_written_after_the_copies_too():
     assert beside == [True]
     found.check()
     for lora_int_id in (1, 2, 3):
-        vllm_hook._forget(lora_int_id)
+        blocks.forget(lora_int_id)
 
 
 @pytest.mark.parametrize("fill_slot", [False, True])
@@ -575,7 +577,7 @@ def test_flags_beside_lie_on_the_host_whatever_torch_s_default_device(fill_slot)
     with torch.device("meta"):
         found.ask(1)
     found.check()
-    vllm_hook._forget(1)
+    blocks.forget(1)
 
 
 @pytest.mark.parametrize("flags", [None, torch.zeros(3, dtype=torch.bool), torch.zeros(3, 1, dtype=torch.int)])
@@ -594,7 +596,7 @@ def test_a_layer_that_goes_by_two_names_is_not_emptied_after_it_was_filled():
     found.ask(1)
     assert one(vllm_hook).filled == 1
     found.check()
-    vllm_hook._forget(1)
+    blocks.forget(1)
 
 
 def test_a_failed_activation_leaves_no_slot_for_filled():
@@ -617,4 +619,4 @@ def test_a_failed_activation_leaves_no_slot_for_filled():
     found.ask(1)
     found.check()
     assert one(vllm_hook).why_not_filled == "the activation of adapter 2 failed"
-    vllm_hook._forget(1)
+    blocks.forget(1)

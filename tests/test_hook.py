@@ -18,6 +18,8 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 
 from lora_mem import testing
+from lora_mem.vllm_hook import compat, loading
+from lora_mem.vllm_hook.stage import SCHEME
 
 BASE, LRU = worker_manager.WorkerLoRAManager, worker_manager.LRUCacheWorkerLoRAManager
 
@@ -75,7 +77,7 @@ def test_someone_else_wrapping_later_is_left_alone(hook, monkeypatch):
 
     theirs.__dict__.update(ours.__dict__)  # as functools.wraps does
     monkeypatch.setattr(BASE, "_load_adapter", theirs)
-    assert "replaced by" in hook.status().wrapped["WorkerLoRAManager"]["_load_adapter"]
+    assert "wrapped by" in hook.status().wrapped["WorkerLoRAManager"]["_load_adapter"]
     hook.uninstall()
     assert vars(BASE)["_load_adapter"] is theirs
     monkeypatch.undo()
@@ -116,14 +118,14 @@ def test_a_method_defined_on_one_class_only_is_wrapped_there(hook, monkeypatch, 
 
     hook.uninstall()
     before = [dict(vars(cls)) for cls in (Later.WorkerLoRAManager, other)]
-    monkeypatch.setattr(hook, "_manager_classes", lambda: (Later.WorkerLoRAManager, other))
+    monkeypatch.setattr(compat, "manager_classes", lambda: (Later.WorkerLoRAManager, other))
     offloaded = []
-    monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda manager, i: offloaded.append(i))
-    monkeypatch.setattr(hook, "_load_staged", lambda original, manager, request: original(manager, request))
+    monkeypatch.setattr(loading, "offload_in_memory_adapter", lambda manager, i: offloaded.append(i))
+    monkeypatch.setattr(loading, "load_staged", lambda original, manager, request: original(manager, request))
     hook.install("offload")
     manager = other()
     manager.loaded = set()
-    ours = LoRARequest("ours", 1, hook.SCHEME + "1/1")
+    ours = LoRARequest("ours", 1, SCHEME + "1/1")
     for _ in range(3):
         manager.add_adapter(ours)
         manager.add_adapter(LoRARequest("directory", 2, "/somewhere"))
@@ -137,7 +139,7 @@ def test_a_vllm_without_the_methods_is_named(hook, monkeypatch):
         pass
 
     hook.uninstall()
-    monkeypatch.setattr(hook, "_manager_classes", lambda: (Empty,))
+    monkeypatch.setattr(compat, "manager_classes", lambda: (Empty,))
     with pytest.raises(RuntimeError, match=r"has no _load_adapter on .*tested are 0\.32\.0 to 0\.33\.0"):
         hook.install()
     monkeypatch.setenv("LORA_MEM", "1")
@@ -146,7 +148,7 @@ def test_a_vllm_without_the_methods_is_named(hook, monkeypatch):
 
 
 def test_keep_leaves_the_adapter_where_it_is(llm, hook, manager, monkeypatch):
-    monkeypatch.setattr(hook, "offload_in_memory_adapter", lambda *args: pytest.fail("offloaded"))
+    monkeypatch.setattr(loading, "offload_in_memory_adapter", lambda *args: pytest.fail("offloaded"))
     hook.install("keep")
     assert hook.status().strategy == "keep"
     llm.llm_engine.add_lora(hook.stage_adapter(1, *testing.random_adapter(manager, rank=4, seed=1)))
@@ -210,7 +212,7 @@ def test_a_loaded_adapter_costs_next_to_nothing_more(llm, hook, manager):
 
 
 def test_fact_a_kept_stage_is_scaled_in_place_by_vllm_alone(manager):
-    """Why `_fold_scaling` exists: without it each rebuild doubles the adapter (alpha = 2r)."""
+    """Why `fold_scaling` exists: without it each rebuild doubles the adapter (alpha = 2r)."""
     b = torch.ones(4, 2)
     helper = PEFTHelper(r=2, lora_alpha=4, target_modules=[])
     tensors = {"base_model.model.o_proj.lora_A.weight": torch.ones(2, 4), "base_model.model.o_proj.lora_B.weight": b}

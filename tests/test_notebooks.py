@@ -94,9 +94,9 @@ from lora_mem.staging import offload
 offload.move_to_host = lambda groups, *, pin: offload.Moved()
 """
 SCALED_STAGE = """
-from lora_mem import vllm_hook
+from lora_mem.vllm_hook import models
 
-vllm_hook._fold_scaling = lambda model, adapter_manager, peft_helper: None
+models.fold_scaling = lambda model, adapter_manager, peft_helper: None
 """
 
 

@@ -29,7 +29,11 @@ from lora_mem.staging.device_copies import DeviceCopies
 from lora_mem.staging.layout import Announced, Layout
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.staging.receiving import Receiver
+from lora_mem.vllm_hook import loading, served, slots
+from lora_mem.vllm_hook.layouts import announced, layout_of
+from lora_mem.vllm_hook.models import model_of_parts
 from lora_mem.vllm_hook.staged import StagedAdapter
+from lora_mem.vllm_hook.state import process
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
@@ -154,7 +158,7 @@ def adapter(layout, seed=0, dtype=torch.bfloat16, alias=False):
 
 
 def _helper(config):
-    return vllm_hook.peft_helper(config)
+    return served.peft_helper(config)
 
 
 def slots_of(manager, layer, model):
@@ -182,7 +186,7 @@ def layout_for(manager, config=CONFIG):
     helper = _helper(config)
     return Layout(
         vllm_hook.served_model(manager),
-        lambda names: vllm_hook.read_names(names, helper, None, None),
+        lambda names: served.read_names(names, helper, None, None),
         helper.get_rank_and_scaling,
     )
 
@@ -194,7 +198,7 @@ def receiver_for(layout, tensors, pin=False, filler=None):
 
 def receive(manager, tensors, config=CONFIG, chunks=None, fill_slot=False):
     layout = layout_for(manager, config)
-    fill = vllm_hook.SlotFill(manager, 1, RANK, layout.parts_of(tensors)) if fill_slot else None
+    fill = slots.SlotFill(manager, 1, RANK, layout.parts_of(tensors)) if fill_slot else None
     receiver = receiver_for(layout, tensors, filler=fill)
     for chunk in chunks or [tensors]:
         receiver.add_all({name: tensors[name] for name in chunk})
@@ -207,7 +211,7 @@ def same(slots, expected):
 
 
 def model_of(manager, parts, fused=False):
-    return vllm_hook.model_of_parts(manager, parts, 1, RANK, is_3d=fused)
+    return model_of_parts(manager, parts, 1, RANK, is_3d=fused)
 
 
 def staged_slots(manager, layer, receiver, fused=False):
@@ -302,7 +306,7 @@ def test_a_factor_that_all_experts_share_lies_in_memory_once():
 
 def test_the_block_is_as_large_as_shared_factors_need(hook):
     manager, layer = worker("gated")
-    layout = vllm_hook._layout(manager, CONFIG)
+    layout = layout_of(manager, CONFIG)
     shared = adapter("gated", 0, alias=True)
     own = adapter("gated", 1)
     full = layout.exact_nbytes(own)
@@ -317,7 +321,7 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
         stage = vllm_hook.Stage(1, "one", CONFIG, manager, None, load_inplace=True)
         stage.add_all(tensors)
         stage.commit()
-        staged = vllm_hook._staged[1]
+        staged = process.staged[1]
         sizes.append(staged.block.nbytes)
         distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
         assert sum(tensor.nbytes for tensor in staged.parts.values()) == sum(distinct.values())
@@ -331,13 +335,13 @@ def test_the_block_is_as_large_as_shared_factors_need(hook):
 def test_what_was_laid_out_for_one_engine_is_given_to_another_only_where_it_fits(hook):
     tensors = adapter("gated")
     first, _ = worker("gated")
-    nbytes = vllm_hook._layout(first, CONFIG).exact_nbytes(tensors)
+    nbytes = layout_of(first, CONFIG).exact_nbytes(tensors)
     stage = vllm_hook.Stage(1, "one", CONFIG, first, nbytes, load_inplace=True)
     stage.add_all(tensors)
     request = stage.commit()
 
     def load(manager):
-        return vllm_hook._load_staged(None, manager, request)
+        return loading.load_staged(None, manager, request)
 
     alike, layer = worker("gated")
     expected = vllm_slots(alike, layer, tensors)
@@ -363,7 +367,7 @@ def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     tensors = adapter("gated")
     receiver = receive(manager, tensors)
     stage = StagedAdapter(CONFIG, parts=receiver.parts, lora_int_id=1, name="one")
-    model = vllm_hook._made_here(model_of(manager, stage.parts), stage)
+    model = loading.made_here(model_of(manager, stage.parts), stage)
     adapters = manager._adapter_manager
     before = adapters.packed_modules
     assert len(before[NAME]) == 3 * EXPERTS
@@ -407,7 +411,7 @@ def test_fused_experts_as_peft_makes_them(layout, lora, hook):
     assert same(slots, expected)
     assert any(buffer.any() for buffer in slots.values())
     # What the config announces is what arrives.
-    assert vllm_hook._announced(manager, adapter_config).nbytes == receiver.block.nbytes
+    assert announced(manager, adapter_config).nbytes == receiver.block.nbytes
 
 
 class Stream:
@@ -513,7 +517,7 @@ def test_dtypes_of_what_is_ignored_are_nobodys_business(hook):
     tensors = adapter("gated")
     in_two = {name: t.float() if "lora_A" in name else t for name, t in tensors.items()}
     ignored = "base_model.model.model.embed_tokens.base_layer.weight"
-    layout = hook._layout(manager, CONFIG)
+    layout = layout_of(manager, CONFIG)
     for extra in (torch.zeros(4, 4, dtype=torch.uint8), torch.zeros(4, 4)):
         for chunk in ({ignored: extra, **tensors}, {**in_two, ignored: extra}, {ignored: extra}):
             how = {"fill_slot": True, "parts": layout.parts_of(tensors)}
@@ -633,7 +637,7 @@ def test_names_are_read_once():
 
     def names(new):
         read.extend(new)
-        return vllm_hook.read_names(new, helper, None, None)
+        return served.read_names(new, helper, None, None)
 
     layout = Layout(vllm_hook.served_model(manager), names, helper.get_rank_and_scaling)
     for sync in range(3):

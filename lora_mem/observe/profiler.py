@@ -200,7 +200,7 @@ class Profiler:
         _open.append(self)
         stack.callback(_open.remove, self)
         self._zero = time.perf_counter()
-        stack.enter_context(vllm_hook.recorded(self.phase))
+        stack.enter_context(vllm_hook.recorded(lambda span, _: self.phase(span)))
         if self._sample_every is not None:
             stack.enter_context(sampling(self._sample_every, self._sample))
         else:

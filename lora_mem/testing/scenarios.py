@@ -116,9 +116,9 @@ def adapter_life(
         moments.append(_snapshot(name, None if name == "baseline" else milliseconds, manager, memory))
         began = time.perf_counter()
 
-    def on_load(event: str, lora_int_id: int) -> None:
-        if lora_int_id == 1 and event in ("added", "offloaded"):
-            mark(event)
+    def on_load(span: str, lora_int_id: int) -> None:
+        if span in ("activate", "offload"):
+            mark("added" if span == "activate" else "offloaded")
 
     with watched() as memory:
         vllm_hook.drop_adapter(1)

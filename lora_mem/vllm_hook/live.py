@@ -10,9 +10,10 @@ import torch
 
 from lora_mem.staging import offload
 from lora_mem.staging.views import memory
-from lora_mem.vllm_hook import state
+from lora_mem.vllm_hook import compat
 from lora_mem.vllm_hook.served import peft_helper, read_names, rename_mapper, served_model
 from lora_mem.vllm_hook.staged import StagedAdapter
+from lora_mem.vllm_hook.state import process
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -33,7 +34,7 @@ def holders(manager: Any) -> dict[str, dict[str, int]]:
         offload.read_place(place) for model in adapter_manager.list_adapters().values() for place in places(model)
     ]
     result["registered"] = bytes_by_device(registered, seen)
-    result["staged"] = bytes_by_device([tensor for stage in state.staged.values() for tensor in stage.held()], seen)
+    result["staged"] = bytes_by_device([tensor for stage in process.staged.values() for tensor in stage.held()], seen)
     return result
 
 
@@ -80,8 +81,8 @@ def live_adapters(manager: Any) -> dict[int, LiveAdapter]:
     """The adapters that a worker has registered, or that are staged in this process, by `lora_int_id`."""
     registered = manager._adapter_manager.list_adapters()
     found = {}
-    for lora_int_id in sorted({*registered, *state.staged}):
-        model, stage = registered.get(lora_int_id), state.staged.get(lora_int_id)
+    for lora_int_id in sorted({*registered, *process.staged}):
+        model, stage = registered.get(lora_int_id), process.staged.get(lora_int_id)
         packed: dict[str, list[torch.Tensor]] = {}
         for name, lora in {**getattr(model, "loras", {}), **getattr(model, "modules_to_save", {})}.items():
             packed[name] = [offload.read_place(place) for place in lora_places(lora)]
@@ -130,7 +131,38 @@ def live_worker(manager: Any) -> LiveWorker:
 
 def live_managers() -> list[Any]:
     """The worker LoRA managers of this process that the hook has seen and that are alive."""
-    return list(state.managers)
+    return list(process.managers)
+
+
+def manager_of(engine: Any = None) -> Any:
+    """The worker LoRA manager of an engine.
+
+    Args:
+        engine: an `LLM` or `LLMEngine` whose worker is in this process, a worker, a worker LoRA manager, or None for
+            the only one of this process.
+
+    Raises:
+        LookupError: there is none, there are several, or its workers live in other processes.
+    """
+    if engine is None:
+        managers = live_managers() or compat.managers_alive()
+        if len(managers) != 1:
+            raise LookupError(f"this process has {len(managers)} vLLM engines with LoRA; say which one is meant")
+        return managers[0]
+    if isinstance(engine, compat.manager_classes()):
+        return engine
+    core = getattr(getattr(engine, "llm_engine", engine), "engine_core", None)
+    executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
+    worker = engine if hasattr(engine, "model_runner") else getattr(executor, "driver_worker", None)
+    if worker is None:
+        raise LookupError(
+            f"{type(engine).__name__} has no worker in this process; measure in each worker, by"
+            ' collective_rpc("lora_mem_measure") with worker_extension_cls="lora_mem.WorkerExtension"'
+        )
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        raise LookupError("the engine was started without enable_lora=True: it has no adapters")
+    return manager
 
 
 def places(model: LoRAModel) -> Iterator[offload.Place]:

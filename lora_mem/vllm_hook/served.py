@@ -9,7 +9,7 @@ from lora_mem.errors import AdapterError
 from lora_mem.sizing.rules import NOT_PEFTS
 from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName
 from lora_mem.sizing.wording import compact, some
-from lora_mem.vllm_hook import state
+from lora_mem.vllm_hook.state import process
 
 if TYPE_CHECKING:
     from vllm.lora.peft_helper import PEFTHelper
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 def served_model(manager: Any) -> ServedModel:
     """What a worker's LoRA modules take, read once from its live layers."""
-    if manager not in state.served:
-        state.served[manager] = _read_served_model(manager)
-    return state.served[manager]
+    if manager not in process.served:
+        process.served[manager] = _read_served_model(manager)
+    return process.served[manager]
 
 
 def _read_served_model(manager: Any) -> ServedModel:
@@ -150,6 +150,11 @@ def rename_mapper(model: Any) -> Any:
     """What translates names of a checkpoint into the model's own, or None."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+
+
+def names_for(model: Any, tensors: Iterable[str], helper: PEFTHelper) -> dict[str, TensorName]:
+    """`read_names` as a model of vLLM's has them read."""
+    return read_names(tensors, helper, rename_mapper(model), getattr(model, "lora_skip_prefixes", None))
 
 
 def read_names(tensors: Iterable[str], helper: PEFTHelper, mapper: Any, skip_prefixes: Any) -> dict[str, TensorName]:

@@ -1,30 +1,32 @@
-"""Parts that a stage has laid out, as vLLM's own models; and a slot of vLLM that is filled while they arrive."""
+"""A slot of vLLM: filled while an adapter arrives, or by vLLM's activation of what the slot does not hold yet."""
 
 from __future__ import annotations
 
 import bisect
-import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lora_mem.staging.filling import Filler
-from lora_mem.staging.layout import Part, shared_parts
-from lora_mem.vllm_hook import state
+from lora_mem.staging.layout import Part
 from lora_mem.vllm_hook.live import slot_buffers
+from lora_mem.vllm_hook.models import model_of_parts
+from lora_mem.vllm_hook.patches import replaced
 from lora_mem.vllm_hook.served import served_model
-
-if TYPE_CHECKING:
-    from vllm.lora.lora_model import LoRAModel
+from lora_mem.vllm_hook.state import process
 
 logger = logging.getLogger(__name__)
 
 _UNWRITTEN = -1  # no flag of vLLM's, which are 0 and 1
+
+
+class NoSlot(Exception):
+    """Why an adapter's slot is not filled while it arrives."""
 
 
 class SlotFill(Filler):
@@ -62,7 +64,7 @@ class SlotFill(Filler):
             give_up_when_it_sleeps()
         if self._asleep():
             raise NoSlot("vLLM is asleep, and so are its slots")
-        fills = state.fills_of.setdefault(adapters, weakref.WeakValueDictionary())
+        fills = process.fills_of.setdefault(adapters, weakref.WeakValueDictionary())
         last = fills.pop(lora_int_id, None)
         if last is not None:
             last.give_up("another stage of this adapter was opened")
@@ -142,40 +144,6 @@ class SlotFill(Filler):
         return any(one.is_asleep for one in self._memory)
 
 
-@contextmanager
-def _flags_beside(layers: Iterable[Any], slot: Callable[[], int]) -> Iterator[None]:
-    """Let `set_lora` of expert layers write a slot's flags to host memory, and write the layers' own afterwards.
-
-    vLLM does it by `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host waits until the device
-    has done all that came before: twice a layer, and the link is idle meanwhile.
-    """
-    flags = {layer: layer.adapter_enabled for layer in layers if _has_flags(layer)}
-    for layer, own in flags.items():
-        layer.adapter_enabled = torch.full(own.shape, _UNWRITTEN, dtype=own.dtype, device="cpu")
-    beside: list[torch.Tensor] = []
-    try:
-        yield
-        beside = [layer.adapter_enabled for layer in flags]
-    finally:
-        for layer, own in flags.items():
-            layer.adapter_enabled = own
-    if beside:
-        index = slot()
-        for own, written in zip(flags.values(), beside, strict=True):
-            if written[index] != _UNWRITTEN:
-                own[index].fill_(int(written[index]))
-
-
-def _has_flags(layer: Any) -> bool:
-    """Whether a layer has flags as vLLM's expert layers have them: an integer for each slot."""
-    flags = getattr(layer, "adapter_enabled", None)
-    return isinstance(flags, torch.Tensor) and flags.ndim == 1 and flags.dtype == torch.int
-
-
-class NoSlot(Exception):
-    """Why an adapter's slot is not filled while it arrives."""
-
-
 def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]]:
     """Parts by the LoRA layer of vLLM that they end up in.
 
@@ -207,12 +175,12 @@ def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool
 
 
 def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:
-    fills: MutableMapping[int, SlotFill] = state.fills_of.get(adapters, {})
+    fills: MutableMapping[int, SlotFill] = process.fills_of.get(adapters, {})
     slots, left = adapters.lora_index_to_id, adapters.modules
     others: list[int] = []
-    stage = state.staged.get(lora_id)
+    stage = process.staged.get(lora_id)
     model = adapters.list_adapters().get(lora_id)
-    ours = model in state.laid_out
+    ours = model in process.laid_out
     if not fills and not ours:
         return original(adapters, lora_id)
     fill = fills.get(lora_id)
@@ -230,7 +198,7 @@ def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> boo
     try:
         for slot in others:
             slots[slot] = 0  # no adapter's id, so that vLLM takes ours for the first free one
-        with narrowed(adapters, modules=left), _flags_beside(flagged, lambda: int(slots.index(lora_id))):
+        with replaced(adapters, modules=left), _flags_beside(flagged, lambda: int(slots.index(lora_id))):
             activated = original(adapters, lora_id)
     except BaseException:
         for one in [*fills.values(), *([fill] if fill is not None else [])]:
@@ -243,6 +211,36 @@ def _activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> boo
         if other_fill.slot == slots.index(lora_id):
             other_fill.give_up(f"vLLM put adapter {lora_id} into the slot meanwhile")
     return activated
+
+
+@contextmanager
+def _flags_beside(layers: Iterable[Any], slot: Callable[[], int]) -> Iterator[None]:
+    """Let `set_lora` of expert layers write a slot's flags to host memory, and write the layers' own afterwards.
+
+    vLLM does it by `adapter_enabled[index] = 1`, a copy from pageable memory, for which the host waits until the device
+    has done all that came before: twice a layer, and the link is idle meanwhile.
+    """
+    flags = {layer: layer.adapter_enabled for layer in layers if _has_flags(layer)}
+    for layer, own in flags.items():
+        layer.adapter_enabled = torch.full(own.shape, _UNWRITTEN, dtype=own.dtype, device="cpu")
+    beside: list[torch.Tensor] = []
+    try:
+        yield
+        beside = [layer.adapter_enabled for layer in flags]
+    finally:
+        for layer, own in flags.items():
+            layer.adapter_enabled = own
+    if beside:
+        index = slot()
+        for own, written in zip(flags.values(), beside, strict=True):
+            if written[index] != _UNWRITTEN:
+                own[index].fill_(int(written[index]))
+
+
+def _has_flags(layer: Any) -> bool:
+    """Whether a layer has flags as vLLM's expert layers have them: an integer for each slot."""
+    flags = getattr(layer, "adapter_enabled", None)
+    return isinstance(flags, torch.Tensor) and flags.ndim == 1 and flags.dtype == torch.int
 
 
 def allocations(adapters: Any) -> list[Any]:
@@ -264,93 +262,17 @@ def allocations(adapters: Any) -> list[Any]:
 def give_up_when_it_sleeps() -> None:
     """Trust no slot that was filled before vLLM slept: vLLM 0.32 drops what lies in it at level 2."""
     allocator = _sleep_allocator()
-    if allocator is None or "sleep" in vars(allocator):
-        return
-    original = allocator.sleep
-
-    @functools.wraps(original)
-    def sleep(*args: Any, **kwargs: Any) -> Any:
-        for fills in list(state.fills_of.values()):
-            for fill in fills.values():
-                fill.give_up("vLLM went to sleep")
-        return original(*args, **kwargs)
-
-    allocator.sleep = sleep
-
-
-def let_it_sleep() -> None:
-    """Put vLLM's own method back."""
-    allocator = _sleep_allocator()
     if allocator is not None:
-        vars(allocator).pop("sleep", None)
+        process.patches.put(allocator, "sleep", _sleep)
+
+
+def _sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for fills in list(process.fills_of.values()):
+        for fill in fills.values():
+            fill.give_up("vLLM went to sleep")
+    return original(*args, **kwargs)
 
 
 def _sleep_allocator() -> Any:
     cumem = sys.modules.get("vllm.device_allocator.cumem")
     return getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
-
-
-@contextmanager
-def narrowed(adapter_manager: Any, **attributes: Any) -> Iterator[None]:
-    """Show vLLM a part of its own tables for the time of one call."""
-    own = {name: getattr(adapter_manager, name) for name in attributes}
-    vars(adapter_manager).update(attributes)
-    try:
-        yield
-    finally:
-        vars(adapter_manager).update(own)
-
-
-def model_of_parts(
-    manager: Any, parts: Mapping[Part, torch.Tensor], lora_int_id: int, rank: int, *, is_3d: bool
-) -> LoRAModel:
-    """A model of vLLM's own classes whose tensors are the parts: scaled, and the experts already packed."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
-
-    served = served_model(manager)
-    modules: dict[str, dict[tuple[int, bool], torch.Tensor]] = {}
-    for part, tensor in parts.items():
-        modules.setdefault(part.module, {})[part.projection, part.is_a] = tensor
-    spread = {part.module for part in shared_parts(parts)}
-    loras: dict[str, LoRALayerWeights] = {}
-    for module, factors in modules.items():
-        if module not in served.experts:
-            a, b = factors[0, True], factors[0, False]
-            loras[module] = LoRALayerWeights(module, a.shape[0], a.shape[0], a, b, scaling=1)
-            continue
-        count = served.experts[module].projections
-        repeated = {2: 0} if served.experts[module].non_gated else {}
-        a_list, b_list = [], []
-        for projection in range(count):
-            own = repeated.get(projection, projection)
-            b_list.append(factors[own, False])
-            # In the fused layout gate and up share one A.
-            a_list.append(factors.get((own, True), factors[0, True]))
-        own_rank = a_list[0].shape[-2]
-        if module in spread:
-            experts = served.experts[module].local_experts
-            a_list = _Spread(a_list, [experts] * count, manager.device)
-            b_list = _Spread(b_list, [experts] * count, manager.device)
-        ranks: list[int | None] = [own_rank] * count
-        loras[module] = PackedLoRALayerWeights(module, own_rank, ranks, a_list, b_list, [1.0] * count)
-    return LoRAModel(lora_int_id, rank, loras, is_3d_lora_weight=is_3d)
-
-
-class _Spread(list[torch.Tensor]):
-    """Factors of which some are one tensor for all experts, on the host. vLLM's `set_lora` unpacks the list: then, and
-    only then, these cross the link once and are spread over the experts on the device.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], experts: list[int], device: torch.device) -> None:
-        super().__init__(tensors)
-        self.experts = experts
-        self.device = device
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index, experts in enumerate(self.experts):
-            tensor = self[index]
-            if tensor.shape[0] == experts:
-                yield tensor
-            else:
-                yield tensor.to(self.device, non_blocking=True).expand(experts, -1, -1)
