@@ -24,7 +24,7 @@ from lora_mem.sizing import footprints
 from lora_mem.sizing.adapters import read_adapter
 from lora_mem.sizing.peft_config import plain_config
 from lora_mem.sizing.targets import targeted
-from lora_mem.vllm_hook import compat, layouts, loading
+from lora_mem.vllm_hook import admission, compat, layouts, loading, stage
 from lora_mem.vllm_hook.state import process
 
 RANK = 8
@@ -747,7 +747,8 @@ def test_what_was_staged_before_there_was_an_engine_is_a_copy(llm, hook, manager
     first = next(iter(aliases))
     aliases[first] = aliases[first].t().contiguous().t()  # strides are kept
     with monkeypatch.context() as without:
-        without.setattr(hook, "_engines", lambda: [])
+        for room in (admission, stage):
+            without.setattr(room, "engines", lambda: [])
         request = hook.stage_adapter(1, aliases, config)
     for tensor in aliases.values():
         tensor.zero_()  # the optimizer's next step
