@@ -54,14 +54,12 @@ class Source:
         shape: of the tensor.
         parts: that it belongs in; none where it is another worker's expert.
         scale: what it is multiplied by: the scaling for B, 1 for A.
-        is_a: whether it is A.
         takes: the served module that it is for; of experts that come one by one, any of them.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     scale: float
-    is_a: bool
     takes: ServedModule
 
 
@@ -157,25 +155,12 @@ class Layout:
         dtype: torch.dtype = getattr(torch, self.served.dtype)
         return dtype
 
-    def learn(self, names: Iterable[str]) -> None:
-        """Work out where tensors of these names go.
+    def route(self, names: tuple[str, ...]) -> Route:
+        """Where the tensors of a chunk go.
 
         Raises:
             AdapterError: names that are not PEFT's, or modules that the model does not serve; all are listed.
         """
-        new = [name for name in names if name not in self.sources]
-        if not new:
-            return
-        if wrong := [name for name in new if not isinstance(name, str)]:
-            raise AdapterError(f"names must be strings, got {wrong[0]!r}")
-        read = {key: name for key, name in self.read(new).items() if not self.served.ignored(name.module)}
-        if unknown := {name.module for name in read.values()} - self.served.modules.keys():
-            raise AdapterError(self.served.unknown(unknown))
-        self.sources |= {key: self._source(read[key]) if key in read else None for key in new}
-        self.names |= read
-
-    def route(self, names: tuple[str, ...]) -> Route:
-        """Where the tensors of a chunk go; raises AdapterError as `learn`."""
         route = self._routes.get(names)
         if route is None:
             route = self._new_route(names)
@@ -206,7 +191,7 @@ class Layout:
     def parts_of(self, names: Iterable[str]) -> frozenset[Part]:
         """The parts that tensors of these names are laid out in."""
         names = list(names)
-        self.learn(names)
+        self._learn(names)
         return frozenset(part for name in names if (source := self.sources[name]) is not None for part in source.parts)
 
     def bytes_of(self, parts: Iterable[Part], shared: frozenset[Part] = frozenset()) -> int:
@@ -223,10 +208,26 @@ class Layout:
 
     def is_shared(self, stack: Stack, members: Sequence[torch.Tensor]) -> bool:
         """Whether these are all experts of a projection and show one factor, which vLLM can be given once."""
-        return self.served.share and stack.scale is not None and len(members) > 1 and _all_the_same(members)
+        if not self.served.share or stack.scale is None or len(members) < 2:
+            return False
+        first, second = members[0], members[1]  # a look at two of them is enough in an adapter that shares nothing
+        return first.data_ptr() == second.data_ptr() and first.numel() > 0 and len(set(map(view_key, members))) == 1
+
+    def _learn(self, names: Iterable[str]) -> None:
+        """Work out what tensors of these names are for."""
+        new = [name for name in names if name not in self.sources]
+        if not new:
+            return
+        if wrong := [name for name in new if not isinstance(name, str)]:
+            raise AdapterError(f"names must be strings, got {wrong[0]!r}")
+        read = {key: name for key, name in self.read(new).items() if not self.served.ignored(name.module)}
+        if unknown := {name.module for name in read.values()} - self.served.modules.keys():
+            raise AdapterError(self.served.unknown(unknown))
+        self.sources |= {key: self._source(read[key]) if key in read else None for key in new}
+        self.names |= read
 
     def _new_route(self, names: tuple[str, ...]) -> Route:
-        self.learn(names)
+        self._learn(names)
         whole: list[tuple[int, Source]] = []
         stacks: dict[Part, dict[int, tuple[int, Source]]] = {}
         for position, name in enumerate(names):
@@ -258,7 +259,7 @@ class Layout:
         scale = 1.0 if name.is_a else float(scaling)
         key = (shape, parts, scale)
         if key not in self._sources:
-            self._sources[key] = Source(shape, parts, scale, name.is_a, takes)
+            self._sources[key] = Source(shape, parts, scale, takes)
         return self._sources[key]
 
     def _parts_for(self, name: TensorName, takes: ServedModule, rank: int, fan_in: int, fan_out: int) -> Iterable[Part]:
@@ -293,10 +294,3 @@ def _stack(part: Part, found: Mapping[int, tuple[int, Source]]) -> Stack:
     if len(positions) == 1:
         pick = lambda values: (values[positions[0]],)  # noqa: E731
     return Stack(part, members, tuple(found[member][1].scale for member in members), pick)
-
-
-def _all_the_same(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all show the same memory in the same way: one factor, sent once for all experts."""
-    first, second = tensors[0], tensors[1]
-    # A look at two of them is enough in an adapter that shares nothing.
-    return first.data_ptr() == second.data_ptr() and first.numel() > 0 and len(set(map(view_key, tensors))) == 1

@@ -137,7 +137,7 @@ class Receiver:
         self.fused |= takes.fused
         for part, (_, rows) in zip(source.parts, takes.projections, strict=False):
             value = tensor
-            if takes.fused and source.is_a:
+            if takes.fused and part.is_a:
                 # PEFT's fused layout: A is [experts * r, in], B is [out, r * experts] with the experts innermost.
                 value = tensor.reshape(takes.experts, -1, tensor.shape[1])[takes.local]
             elif takes.fused:
