@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -65,3 +67,10 @@ def test_what_was_recorded_under_older_names_is_read():
         sync["left"], sync["left_reserved"] = sync.pop("retained"), sync.pop("retained_reserved")
     assert is_bench(values)
     assert Bench.from_dict(values) == one
+
+
+def test_recorded_results_are_read_and_drawn_without_torch():
+    rooms = "plots, profiles, report, results, tables, traces"
+    code = f"import sys; from lora_mem.observe import {rooms}; print(*{{'torch', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("\n", "")
