@@ -242,8 +242,7 @@ def config_of(case: Case) -> dict[str, Any]:
     """The config.json of a case."""
     from lora_mem.testing import engine_config
 
-    model = case.model or case.extra
-    config = engine_config(model, case.layers, case.extra)
+    config = engine_config(case.model or case.extra, case.layers, case.extra)
     if case.quantization_config:
         config["quantization_config"] = case.quantization_config
     return config
@@ -251,39 +250,25 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Start the engine of a case and list its slot buffers; runs in a process of its own."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
-    import vllm
 
-    from lora_mem import vllm_hook
+    from lora_mem import testing, vllm_hook
 
     vllm_hook.install("keep")
     config = config_of(case)
     on_gpu = torch.cuda.is_available()
-    engine: dict[str, Any] = {
-        "load_format": "dummy",
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "enable_lora": True,
-        "dtype": "bfloat16",
-        # A small share, and a given cache: vLLM then does not measure free memory, which changes as other cases end.
-        "gpu_memory_utilization": 0.08,
-        "kv_cache_memory_bytes": 2**29,
-    }
-    if on_gpu:
-        engine |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
+    # A small share, and a given cache: vLLM then does not measure free memory, which changes as other cases end.
+    engine: dict[str, Any] = {"gpu_memory_utilization": 0.08, "kv_cache_memory_bytes": 2**29, "max_cpu_loras": None}
     if "text_config" in config:
         engine |= {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     engine |= {**case.lora, **(case.engine if on_gpu else case.parallel)}
     stopped = ""
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        model = testing.write_model(directory, config)
         try:
-            llm = vllm.LLM(model=directory, tokenizer=directory, **engine)
+            llm = testing.start_engine(model, tokenizer=model, **engine)
             modules = llm.collective_rpc(_buffers)[0]
         except Exception as error:
             # The error's traceback keeps the worker alive; without a worker there is nothing to measure.
@@ -292,7 +277,7 @@ def measure(case: Case) -> dict[str, Any]:
                 raise
             stopped = f"{type(error).__name__}: {error}"[:500]
             modules = _listing(managers[0])
-    result = {**asdict(case), "vllm": vllm.__version__, "torch": torch.__version__, "modules": modules}
+    result = {**asdict(case), "vllm": vllm_hook.status().vllm_version, "torch": torch.__version__, "modules": modules}
     result["device"] = torch.cuda.get_device_name() if on_gpu else "cpu"
     return result | {"stopped": stopped}
 

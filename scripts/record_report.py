@@ -13,12 +13,10 @@ folder has, as PNG beside its README. Exit code 0: all cases ran; 1: one failed.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import gzip
 import json
 import math
-import mmap
 import os
 import platform
 import resource
@@ -26,31 +24,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pinning
 import torch
 
 import lora_mem
 from lora_mem import bench, testing, vllm_hook
 from lora_mem.observe import plots
-from lora_mem.observe.progress import progress
+from lora_mem.observe.progress import progress, say
 from lora_mem.observe.results import Bench
-from lora_mem.staging.pinned import HostBlock
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 300
-BEGAN = time.perf_counter()
-
 MOST_FILE_BYTES = 10**6
 
 Save = Callable[[dict[str, Any]], None]
-
-
-def say(text: str) -> None:
-    print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- adapters in engines
@@ -58,15 +49,13 @@ def say(text: str) -> None:
 
 def rank_sweep(save: Save, tiny: bool) -> None:
     """Ranks 8 to 256 of Qwen3-30B-A3B's geometry in one engine with slots of rank 256: stage, then keep."""
-    config = testing.QWEN3_30B_A3B
     ranks = (8, 16) if tiny else (8, 16, 32, 64, 128, 256)
-    _ranks(save, config, "Qwen/Qwen3-30B-A3B", tiny, ranks=ranks, strategies=("stage", "keep"))
+    _ranks(save, tiny, "Qwen/Qwen3-30B-A3B", ranks, strategies=("stage", "keep"))
 
 
 def gpt_oss_20b(save: Save, tiny: bool) -> None:
     """Experts in one tensor for all, gate and up interleaved: gpt-oss-20b's geometry, all layers, bf16 weights."""
-    config = testing.engine_config("openai/gpt-oss-20b")
-    _ranks(save, config, "openai/gpt-oss-20b", tiny, ranks=(8,) if tiny else (64,))
+    _ranks(save, tiny, "openai/gpt-oss-20b", (8,) if tiny else (64,))
 
 
 def kimi_k2(save: Save, tiny: bool) -> None:
@@ -75,27 +64,18 @@ def kimi_k2(save: Save, tiny: bool) -> None:
     Nothing is generated: vLLM's prefill for MLA needs flash-attention kernels, which this environment may lack. Slots
     are compared instead.
     """
-    config = testing.engine_config("moonshotai/Kimi-K2-Instruct", layers=3)
-    ranks = (8,) if tiny else (64,)
-    _ranks(save, config, "moonshotai/Kimi-K2-Instruct", tiny, ranks, testing.engine_options(config), generate=False)
+    _ranks(save, tiny, "moonshotai/Kimi-K2-Instruct", (8,) if tiny else (64,), layers=3, generate=False)
 
 
 def _ranks(
-    save: Save,
-    config: dict[str, Any],
-    model: str,
-    tiny: bool,
-    ranks: tuple[int, ...],
-    engine: dict[str, Any] | None = None,
-    **options: Any,
+    save: Save, tiny: bool, model: str, ranks: tuple[int, ...], layers: int | None = None, **options: Any
 ) -> None:
-    if tiny:
-        config, model, engine = testing.engine_config("tiny"), "tiny", {}
-    if torch.cuda.is_available():
-        # A small cache: what is left of the GPU is for the adapters.
-        engine = {"kv_cache_memory_bytes": 2**28 if tiny else 2**30, "gpu_memory_utilization": 0.5, **(engine or {})}
+    model, layers = ("tiny", None) if tiny else (model, layers)
+    config = testing.engine_config(model, layers)
+    # A small cache: what is left of the GPU is for the adapters.
+    small = {"kv_cache_memory_bytes": 2**28 if tiny else 2**30, "gpu_memory_utilization": 0.5}
     began = time.perf_counter()
-    llm = bench.start(config, max_rank=max(ranks), say=say, **(engine or {}))
+    llm = bench.start(config, max_rank=max(ranks), say=say, **(small if torch.cuda.is_available() else {}))
     seconds = {"engine": time.perf_counter() - began}
     found: list[dict[str, Any]] = []
     for rank in ranks:
@@ -195,116 +175,6 @@ def _small(path: Path) -> str:
     return packed.name
 
 
-# ------------------------------------------------------------------------------------------------ page-locking, by what
-
-MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
-CHUNK = 64 * 2**20
-
-
-def reserving(save: Save, tiny: bool) -> None:
-    """Seconds to page-lock the memory of one adapter, by mapping, huge pages, what touches the pages, and threads.
-
-    Each setting runs twice, and the first one comes again at the end: a virtual machine gets its memory from the host
-    as it first touches it. `HostBlock` itself follows.
-    """
-    nbytes = 8 * 2**20 if tiny else 3 * 64 * (2048 + 768) * 128 * 48 * 2
-    shared, private = ("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)
-    first = (shared, True, "memset", 16)
-    settings = [first, (private, True, "memset", 16)]
-    settings += [(private, True, touch, threads) for touch in ("memset", "populate") for threads in (4, 8, 32)]
-    settings += [(private, True, "populate", 16), (private, False, "memset", 16), (private, False, "populate", 16)]
-    settings += [(shared, True, "populate", 16), first]
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        torch.cuda.synchronize()
-    rows: list[dict[str, Any]] = []
-    for mapping, huge, touch, threads in settings:
-        for nth in (1, 2):
-            rows.append({"nth": nth, **_reserve_once(nbytes, mapping, huge, touch, threads)})
-            save({"nbytes": nbytes, "runs": rows})
-            say(f"{rows[-1]}")
-    blocks: list[dict[str, Any]] = []
-    for _ in range(2):
-        began = time.perf_counter()
-        block = HostBlock(nbytes)
-        seconds = {"reserve": time.perf_counter() - began}
-        unpinned_because = block.unpinned_because
-        began = time.perf_counter()
-        del block
-        seconds["give_back"] = time.perf_counter() - began
-        blocks.append({"seconds": seconds, "unpinned_because": unpinned_because})
-    save({"nbytes": nbytes, "runs": rows, "host_block": blocks})
-
-
-def _reserve_once(nbytes: int, mapping: tuple[str, int], huge: bool, touch: str, threads: int) -> dict[str, Any]:
-    seconds: dict[str, float] = {}
-    began = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal began
-        seconds[name] = time.perf_counter() - began
-        began = time.perf_counter()
-
-    memory = mmap.mmap(-1, nbytes, flags=mapping[1] | mmap.MAP_ANONYMOUS)
-    if huge:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    view = (ctypes.c_char * nbytes).from_buffer(memory)
-    address = ctypes.addressof(view)
-    lap("map")
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    starts = range(0, nbytes, CHUNK)
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda start: _touch(touch, address + start, min(CHUNK, nbytes - start)), starts))
-    lap("touch")
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    huge_bytes = _huge_bytes(address)
-    began = time.perf_counter()
-    error = None
-    if torch.cuda.is_available():
-        error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        lap("register")
-        if not error:
-            torch.cuda.cudart().cudaHostUnregister(address)
-            lap("unregister")
-    del view
-    memory.close()
-    lap("unmap")
-    return {
-        "mapping": mapping[0],
-        "madv_hugepage": huge,
-        "touch": touch,
-        "threads": threads,
-        "seconds": seconds,
-        "minor_faults": faults,
-        "huge_bytes": huge_bytes,
-        "cuda_error": error,
-    }
-
-
-def _touch(how: str, address: int, nbytes: int) -> None:
-    """Fault pages in; both calls let other threads run."""
-    if how == "memset":
-        ctypes.memset(address, 0, nbytes)
-    elif LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), MADV_POPULATE_WRITE):
-        raise OSError(ctypes.get_errno(), f"madvise(MADV_POPULATE_WRITE) of {nbytes} bytes failed")
-
-
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _huge_bytes(address: int) -> int:
-    """Bytes of the mapping at an address that are in huge pages, as the kernel says."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            start, _, end = first.partition("-")
-            inside = int(start, 16) <= address < int(end, 16)
-        elif inside and first in ("AnonHugePages:", "ShmemPmdMapped:"):
-            found += int(rest[0]) * 1024
-    return found
-
-
 # ---------------------------------------------------------------------------------------------------------- the plots
 
 
@@ -313,13 +183,17 @@ def plot(folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     written = []
+
+    def write(figure: Figure, name: str) -> None:
+        written.append(folder / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
+
     for name in ("trace", "trace_fill"):
         source = folder / "raw" / f"{name}.json.gz"
         if source.exists():
             figure = Figure(figsize=(10, 3), layout="constrained")
             plots.plot_trace(source, figure.add_subplot(), within="stage")
-            figure.savefig(folder / f"{name}.png", dpi=110)
-            written.append(folder / f"{name}.png")
+            write(figure, name)
     for name, panels in {"rank_sweep": 2, "gpt_oss_20b": 1, "kimi_k2": 1, "bench_30b": 1, "reserving": 1}.items():
         source = folder / "raw" / f"{name}.json"
         if not source.exists():
@@ -327,36 +201,15 @@ def plot(folder: Path) -> list[Path]:
         found = json.loads(source.read_text())
         figure = Figure(figsize=(6.5 * panels, 5), layout="constrained")
         if name == "reserving":
-            _plot_reserving(found, figure.add_subplot())
+            pinning.plot_reserving(found, figure.add_subplot())
         elif panels == 2:
             benches = [Bench.from_dict(one) for one in found["benches"]]
             plots.plot_seconds_by_rank(benches, figure.add_subplot(1, 2, 1))
             plots.plot_bytes_by_rank(benches, figure.add_subplot(1, 2, 2))
         else:
             plots.plot_sync(Bench.from_dict(found.get("benches", [found])[0]), figure.add_subplot())
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=110)
-        written.append(path)
+        write(figure, name)
     return written
-
-
-def _plot_reserving(found: dict[str, Any], ax: Any) -> None:
-    """Stacked bars: seconds to touch every page, and to register, by setting, its first and its second time."""
-    labels = []
-    for place, run in enumerate(found["runs"]):
-        seconds = run["seconds"]
-        register = seconds.get("register", 0.0)
-        both = seconds["touch"] + register
-        ax.barh(place, seconds["touch"], color="#4477aa", label="" if place else "touch every page")
-        ax.barh(place, register, left=seconds["touch"], color="#ee6677", label="" if place else "cudaHostRegister")
-        ax.text(both, place, f" {both:.2f}", va="center", fontsize="x-small")
-        pages = "huge pages" if run["huge_bytes"] else "4 KiB pages"
-        labels.append(f"{run['mapping']}, {pages}, {run['touch']}, {run['threads']} threads, time {run['nth']}")
-    ax.set_yticks(range(len(labels)), labels, fontsize="x-small")
-    ax.invert_yaxis()
-    ax.set_xlabel(f"seconds for {found['nbytes'] / 2**30:.4f} GiB")
-    ax.margins(x=0.12)
-    ax.legend()
 
 
 # -------------------------------------------------------------------------------------------------------- the recorder
@@ -366,7 +219,7 @@ CASES: dict[str, Callable[[Save, bool], None]] = {
     "gpt_oss_20b": gpt_oss_20b,
     "kimi_k2": kimi_k2,
     "trace": trace,
-    "reserving": reserving,
+    "reserving": pinning.reserving,
 }
 
 

@@ -45,7 +45,7 @@ def test_ranks_of_one_engine_beside_the_prediction(folder):
         assert bench.slots_equal
 
 
-def test_page_locking_by_setting(folder):
+def test_pinning_by_setting(folder):
     found = read(folder, "reserving")
     runs = found["runs"]
     assert {run["threads"] for run in runs} == {4, 8, 16, 32}

@@ -183,7 +183,7 @@ def factors(model: LoRAModel) -> dict[str, torch.Tensor]:
 
 
 def copy_one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Host copies as a loader makes them that moves one tensor at a time: each in memory of its own, page-locked by
+    """Host copies as a loader makes them that moves one tensor at a time: each in memory of its own, pinned by
     torch where there is a GPU.
     """
     pin = torch.cuda.is_available()

@@ -17,6 +17,7 @@ import torch
 import lora_mem
 from lora_mem import bench, testing, vllm_hook
 from lora_mem.observe.profiler import phase
+from lora_mem.observe.progress import say
 
 TINY_GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -139,13 +140,6 @@ def bench_30b() -> dict[str, Any]:
     config, name = testing.QWEN3_30B_A3B, "Qwen/Qwen3-30B-A3B"
     llm = bench.start(config, max_rank=64, gpu_memory_utilization=0.62)
     return bench.run(llm, config, model=name, rank=64, syncs=3, repeats=50, say=say).to_dict()
-
-
-def say(text: str) -> None:
-    print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", file=sys.stderr, flush=True)
-
-
-BEGAN = time.perf_counter()
 
 
 def qwen3_30b_a3b() -> dict[str, Any]:
