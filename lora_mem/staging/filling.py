@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -17,16 +18,16 @@ class Filler:
     modules come more mixed up than that, the oldest one is given up.
 
     Args:
-        expected: all parts of each module.
+        module_of: the module of each part that will come.
 
     Attributes:
         filled: the modules that `fill` made use of.
     """
 
-    def __init__(self, expected: Mapping[str, Collection[Part]]) -> None:
+    def __init__(self, module_of: Mapping[Part, str]) -> None:
         self.filled: set[str] = set()
-        self._expected = {module: len(parts) for module, parts in expected.items()}
-        self._module_of = {part: module for module, parts in expected.items() for part in parts}
+        self._module_of = module_of
+        self._parts_in = Counter(module_of.values())
         self._held: dict[str, dict[Part, torch.Tensor]] = {}
         self._bytes = 0
 
@@ -35,14 +36,14 @@ class Filler:
         raise NotImplementedError
 
     def take(self, part: Part, value: torch.Tensor) -> None:
-        """A part that has arrived as a whole."""
+        """A part that has arrived as a whole; of no use where its module is not known."""
         module = self._module_of.get(part)
         if module is None:
             return
         held = self._held.setdefault(module, {})
         held[part] = value
         self._bytes += value.nbytes
-        if len(held) == self._expected[module]:
+        if len(held) == self._parts_in[module]:
             self._let_go(module)
             if self.fill(module, held):
                 self.filled.add(module)

@@ -209,7 +209,8 @@ class Receiver:
     def _too_much(self, part: Part, error: MemoryError) -> str:
         announced, others = self.layout.announced, set()
         if announced is not None:
-            others = {part.module for part in self.layout.parts_of(self.received)} - {p.module for p in announced.parts}
+            came = {one.module for one in self.layout.parts_of(self.received)}
+            others = came - {one.module for one in announced.parts}
         which = f" target_modules does not name {', '.join(compact(others))};" if others else ""
         return (
             f"more has arrived than was announced: the adapter's block has {self.block.nbytes} bytes, and "

@@ -52,7 +52,7 @@ class SlotFill(Filler):
 
     def __init__(self, manager: Any, lora_int_id: int, rank: int, parts: frozenset[Part]) -> None:
         adapters = manager._adapter_manager
-        super().__init__(_parts_by_layer(manager, parts))
+        super().__init__(_layers_of(manager, parts))
         self.lora_int_id = lora_int_id
         self.parts = parts
         self.given_up_because = ""
@@ -144,8 +144,8 @@ class SlotFill(Filler):
         return any(one.is_asleep for one in self._memory)
 
 
-def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]]:
-    """Parts by the LoRA layer of vLLM that they end up in.
+def _layers_of(manager: Any, parts: Iterable[Part]) -> dict[Part, str]:
+    """For each part the LoRA layer of vLLM that it ends up in.
 
     Raises:
         NoSlot: a part is named otherwise than its layer, as in a text-only adapter of a multimodal model.
@@ -156,12 +156,10 @@ def _parts_by_layer(manager: Any, parts: Iterable[Part]) -> dict[str, list[Part]
     for name, children in adapters.packed_modules.items():
         if name not in experts:
             layer_of.update(dict.fromkeys(children, name))
-    found: dict[str, list[Part]] = {}
-    for part in parts:
-        if part.module not in layer_of:
-            raise NoSlot(f"{part.module} is another name of a layer, which only vLLM resolves")
-        found.setdefault(layer_of[part.module], []).append(part)
-    return found
+    try:
+        return {part: layer_of[part.module] for part in parts}
+    except KeyError as error:
+        raise NoSlot(f"{error.args[0]} is another name of a layer, which only vLLM resolves") from None
 
 
 def activate(original: Callable[..., bool], adapters: Any, lora_id: int) -> bool:

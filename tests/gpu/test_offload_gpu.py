@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 MIB = 2**20
 
 
-def test_values_strides_and_sharing_are_kept_and_no_gpu_memory_is_left():
+def test_values_strides_and_sharing_are_kept_and_no_gpu_memory_is_retained():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     base = torch.randn(64, 128, device="cuda")

@@ -1,4 +1,4 @@
-"""Receiving from a GPU: any order, any chunks, memory reused at once, nothing left, and vLLM's own slots."""
+"""Receiving from a GPU: any order, any chunks, memory reused at once, nothing retained, and vLLM's own slots."""
 
 from __future__ import annotations
 
