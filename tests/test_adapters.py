@@ -61,7 +61,7 @@ def write(directory: Path, shapes: dict[str, tuple[int, ...]], config: dict[str,
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        size = 2 * shape[0] * shape[1]
+        size = 2 * prod(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
@@ -309,6 +309,11 @@ def test_text_that_holds_no_object(text: bytes, tmp_path: Path) -> None:
         *(("rank_pattern", value) for value in ([1], "x", {"q_proj": "x"}, {"q_proj": 0}, {"q_proj": 2.5}, {"[": 4})),
         *(("alpha_pattern", value) for value in ([1], "x", {"q_proj": "x"}, {"q_proj": float("nan")}, {"(": 4})),
         *(("modules_to_save", value) for value in (5, "lm_head", [5])),
+        ("lora_alpha", 10**400),
+        ("peft_type", "IA3"),
+        ("use_rslora", "yes"),
+        ("target_modules", "("),
+        ("layers_to_transform", ["1"]),
     ],
 )
 def test_a_field_of_the_config_that_is_no_such_number(field: str, value: object, tmp_path: Path) -> None:
@@ -350,3 +355,67 @@ def test_an_adapter_without_tensors_is_refused_by_name(tmp_path: Path) -> None:
     assert not adapter.check(CONFIG).ok
     with pytest.raises(SizingError, match="tensors=0: has no factor"):
         adapter.footprint(CONFIG)
+
+
+def test_vllm_refuses_experts_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Its loader compares `experts.<i>.<projection>`, and the last part only of other names."""
+    shapes = pair("0.mlp.experts.4.up_proj", 32, 16) | pair("7.self_attn.q_proj", 32, 64)
+    check = read_adapter(write(tmp_path, shapes)).check(CONFIG)
+    assert all(".experts.4.up_proj." in name for name in check.refused)
+    assert all("names no module" in reason for reason in check.refused.values())
+    assert all("none that has slots" in reason for reason in check.ignored.values())
+    assert len(check.refused) == len(check.ignored) == 2
+
+
+def fused_experts(rank: int = 4) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(2):
+        path = f"{PREFIX}.{layer}.mlp.experts"
+        shapes |= {
+            f"{path}.base_layer.lora_A.weight": (4 * rank, 32),
+            f"{path}.base_layer.lora_B.weight": (32, 4 * rank),
+        }
+        shapes |= {f"{path}.lora_A.weight": (4 * rank, 16), f"{path}.lora_B.weight": (32, 4 * rank)}
+    return shapes
+
+
+def test_fused_experts_need_the_mixed_format_where_the_model_has_them_one_by_one(tmp_path: Path) -> None:
+    """As vLLM's `_validate_moe_lora_format` has it; what a stage takes with the mixed format is sized, too."""
+    adapter = read_adapter(write(tmp_path, fused_experts()))
+    refused = adapter.check(CONFIG).refused
+    assert {name.rpartition("experts.")[2] for name in refused} == {"lora_A.weight", "lora_B.weight"}
+    assert all("start vLLM with enable_mixed_moe_lora_format=True" in reason for reason in refused.values())
+    with pytest.raises(SizingError, match="holds all experts of a layer"):
+        adapter.footprint(CONFIG)
+    mixed: dict[str, Any] = {"enable_mixed_moe_lora_format": True}
+    assert adapter.check(CONFIG, **mixed).ok
+    rule = footprint(CONFIG, rank=4, lora_alpha=8, target_modules=["experts"], is_3d_lora_weight=True, **mixed)
+    assert rule.compare(adapter.footprint(CONFIG, **mixed)).equal
+    both = read_adapter(write(tmp_path, fused_experts() | whole_adapter())).check(CONFIG, **mixed)
+    assert all("two layouts" in reason for reason in both.refused.values())
+    assert len(both.refused) == 8 + 2 * 2 * 3 * 4
+
+
+def test_shared_outer_experts_are_sized_where_the_engine_takes_them(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(2):
+        path = f"{PREFIX}.{layer}.mlp.experts"
+        for name, inputs, outputs, a, b in (("w1", 32, 16, 1, 4), ("w2", 16, 32, 4, 1), ("w3", 32, 16, 1, 4)):
+            shapes |= {f"{path}.{name}.lora_A.weight": (a, 4, inputs), f"{path}.{name}.lora_B.weight": (b, outputs, 4)}
+    adapter = read_adapter(write(tmp_path, shapes))
+    shared: dict[str, Any] = {"enable_moe_shared_loras": True}
+    assert adapter.check(CONFIG, **shared).ok
+    assert not adapter.check(CONFIG).ok
+    rule = footprint(CONFIG, rank=4, lora_alpha=8, target_modules=["experts"], **shared)
+    assert rule.compare(adapter.footprint(CONFIG, **shared)).equal
+
+
+def test_of_two_tensors_for_one_factor_vllm_takes_the_later(tmp_path: Path) -> None:
+    q_proj = f"{PREFIX}.0.self_attn.q_proj"
+    again = {f"{q_proj}.lora_embedding_A": (4, 32)}
+    check = read_adapter(write(tmp_path, pair("0.self_attn.q_proj", 32, 64) | again)).check(CONFIG)
+    assert check.ignored == {
+        f"{q_proj}.lora_A.weight": f"is the same factor as {q_proj}.lora_embedding_A, which vLLM takes"
+    }
+    assert len(check.served) == 1
+    assert not check.refused

@@ -15,6 +15,7 @@ from lora_mem.errors import AdapterError  # noqa: E402
 from lora_mem.sizing import rules  # noqa: E402
 from lora_mem.sizing.peft_config import plain_config  # noqa: E402
 from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName  # noqa: E402
+from lora_mem.sizing.targets import targeted  # noqa: E402
 from lora_mem.sizing.wording import compact  # noqa: E402
 from lora_mem.staging.tensors import check_tensors  # noqa: E402
 
@@ -91,6 +92,25 @@ def test_experts_come_all_or_none(present):
         missing = sorted(set(EXPERTS) - present)
         assert "m.experts has factors for some experts but not for" in str(error.value)
         assert all(name in str(error.value) for name in missing)
+
+
+def test_experts_that_vllm_stacks_have_one_rank():
+    shapes, names = adapter(EXPERTS)
+    ranks = {"m.experts.1.up_proj": 2, "m.experts.2.up_proj": 4}
+    for module, rank in ranks.items():
+        shapes |= {f"{module}.A": (rank, 16), f"{module}.B": (8, rank)}
+    found = rules.check(shapes, names, SERVED, lambda module: ranks.get(module, 4))
+    with pytest.raises(
+        AdapterError, match=r"m\.experts has experts whose ranks of up_proj differ: 4 and 2; vLLM packs"
+    ):
+        found.require()
+    assert found.refused.keys() == shapes.keys()
+    # Each projection may have a rank of its own.
+    shapes, names = adapter(EXPERTS)
+    down = {f"m.experts.{expert}.down_proj" for expert in range(3)}
+    for module in down:
+        shapes |= {f"{module}.A": (2, 8), f"{module}.B": (16, 2)}
+    rules.check(shapes, names, SERVED, lambda module: 2 if module in down else 4).require()
 
 
 def test_each_refusal_says_what_is_wrong_and_what_is_allowed():
@@ -187,6 +207,8 @@ def test_a_config_may_be_a_dict_or_an_object():
         ({"r": True, "lora_alpha": 1}, r"adapter_config\['r'\] is True"),
         ({"r": 1.5, "lora_alpha": 1}, r"adapter_config\['r'\] is 1.5; it must be a positive integer"),
         ({"r": 8, "lora_alpha": float("nan")}, r"adapter_config\['lora_alpha'\] is nan; it must be a positive number"),
+        ({"r": 8, "lora_alpha": 10**400}, r"adapter_config\['lora_alpha'\] is 1000"),
+        ({"r": 8, "lora_alpha": 1, "modules_to_save": "score"}, r"\['modules_to_save'\] is 'score'; it must be a list"),
         ({"r": 8, "lora_alpha": float("inf")}, r"adapter_config\['lora_alpha'\] is inf"),
         (
             {"r": 8, "lora_alpha": 1, "rank_pattern": [1]},
@@ -219,3 +241,24 @@ def test_many_names_are_written_as_ranges_and_few_in_full():
     many = [f"m.{layer}.experts.{expert}.up" for layer in (0, 1, 5) for expert in range(4)]
     assert compact(many) == ["m.{0,1,5}.experts.{0-3}.up (12 modules)"]
     assert compact(["b", "a"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"target_modules": ["experts"]}, "all"),
+        ({"target_modules": ["mlp.experts"]}, "all"),
+        ({"target_modules": ["mlp.experts"], "layers_to_transform": [1]}, "none"),
+        ({"target_modules": ["experts"], "exclude_modules": ["q_proj"]}, "all"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "all"),
+        ({"target_modules": "all-linear"}, "all"),
+        ({"target_modules": ["xexperts"]}, "none"),
+        ({"target_modules": ["gate_proj"]}, "m.layers.0.mlp.experts.3.gate_proj"),
+    ],
+)
+def test_a_layer_s_experts_are_targeted_by_their_own_name(options, named):
+    wanted = targeted({"r": 1, **options})
+    experts = "m.layers.0.mlp.experts"
+    modules = [experts, f"{experts}.base_layer", f"{experts}.w1", f"{experts}.3.gate_proj"]
+    expected = {"all": modules, "none": []}.get(named, [named])
+    assert [module for module in modules if wanted(module)] == expected

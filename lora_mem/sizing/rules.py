@@ -97,15 +97,12 @@ def check(
     found.know(factors)
     ranks = found.fit(factors, names, rank_of)
     found.expect_whole_experts(factors, ranks)
-    refused = found.refused
+    bad = found.refused.keys() | found.ignored.keys()
+    pairs = {module: pair for module, pair in factors.items() if len(pair) == 2 and bad.isdisjoint(pair.values())}
     return AdapterCheck(
-        {
-            module: (pair[True], pair[False])
-            for module, pair in factors.items()
-            if len(pair) == 2 and not any(tensor in refused or tensor in found.ignored for tensor in pair.values())
-        },
+        {module: (pair[True], pair[False]) for module, pair in pairs.items()},
         found.ignored,
-        refused,
+        found.refused,
         {**(refused_for or {}), **found.refused_for},
         errors=tuple(found.errors),
     )
@@ -126,10 +123,9 @@ class _Findings:
         if listed := list(items):
             self.errors.append(text.format(some(listed)))
 
-    def _refuse(self, pairs: Iterable[Pair], reason: str) -> None:
-        for pair in pairs:
-            for tensor in pair.values():
-                self.refused.setdefault(tensor, reason)
+    def _refuse(self, pair: Pair, reason: str) -> None:
+        for tensor in pair.values():
+            self.refused.setdefault(tensor, reason)
 
     def read(self, names: Mapping[str, TensorName | None]) -> dict[str, Pair]:
         """The factors by module, as far as their names can be read; without what vLLM ignores by design."""
@@ -171,12 +167,12 @@ class _Findings:
         for module in unknown:
             pair = factors.pop(module)
             if module in self.served.experts:
-                self._refuse([pair], f"holds all experts of a layer. {self.served.expert_help}")
+                self._refuse(pair, f"holds all experts of a layer. {self.served.expert_help}")
             elif _kind(module) in kinds or ".base_layer" in module:
                 reason = "names a kind of module that the model has, but none that has slots"
                 self.ignored.update(dict.fromkeys(pair.values(), reason))
             else:
-                self._refuse([pair], "names no module that the model serves with LoRA")
+                self._refuse(pair, "names no module that the model serves with LoRA")
 
     def fit(
         self,
@@ -185,6 +181,8 @@ class _Findings:
         rank_of: Callable[[str], int] | None,
     ) -> dict[str, int]:
         """Hold the shapes against what the model takes; returns the ranks."""
+        shapes, model = self.shapes, self.served
+        served, limit = ({}, None) if model is None else (model.modules, model.max_lora_rank)
         ranks: dict[str, int] = {}
         halves: list[str] = []
         too_high: dict[int, list[str]] = defaultdict(list)
@@ -193,23 +191,20 @@ class _Findings:
             if len(pair) == 1:
                 ((is_a, tensor),) = pair.items()
                 halves.append(f"{tensor} has no {'B' if is_a else 'A'}")
-                self._refuse([pair], f"has no lora_{'B' if is_a else 'A'} beside it")
+                self._refuse(pair, f"has no lora_{'B' if is_a else 'A'} beside it")
                 continue
-            name = names[pair[True]]
+            a, b = pair[True], pair[False]
+            name = names[a]
             assert name is not None
-            rank, reason = _fit(
-                self.shapes[pair[True]],
-                self.shapes[pair[False]],
-                None if self.served is None else self.served.modules[module],
-                None if rank_of is None else rank_of(name.peft_module),
-            )
+            given = None if rank_of is None else rank_of(name.peft_module)
+            rank, reason = _fit(shapes[a], shapes[b], served.get(module), given)
             ranks[module] = rank
             if reason:
                 misfits[reason].append(module)
-                self._refuse([pair], reason)
-            if self.served is not None and rank > self.served.max_lora_rank:
+                self._refuse(pair, reason)
+            if limit is not None and rank > limit:
                 too_high[rank].append(module)
-                self._refuse([pair], f"has rank {rank}, above max_lora_rank {self.served.max_lora_rank}")
+                self._refuse(pair, f"has rank {rank}, above max_lora_rank {limit}")
         self._say("a factor is missing: {}", halves)
         if self.served is not None and too_high:
             self.errors.append(above_max_lora_rank(too_high, self.served))
@@ -223,41 +218,36 @@ class _Findings:
         """A layer's experts come all or not at all, in one layout, each projection in one rank."""
         if self.served is None:
             return
-        takes = self.served.modules
+        takes, why = self.served.modules, dict[str, str]()  # by runtime module
         twice: list[str] = []
-        missing: dict[str, set[str]] = {}
-        for runtime_module, layer in self.served.experts.items():
+        missing: dict[str, str] = {}
+        for name, layer in self.served.experts.items():
             used = [modules for modules in layer.complete if not modules.isdisjoint(factors)]
             if len(used) > 1:
-                twice.append(runtime_module)
+                twice.append(name)
+                why[name] = "is given in two layouts of the experts at once; vLLM takes one"
             elif used and (absent := used[0] - factors.keys()):
-                missing[runtime_module] = set(absent)
+                missing |= dict.fromkeys(absent, name)
+                why[name] = f"has no {some(compact(absent))} beside it; {_ALL_OR_NONE}"
         self._say("{}: experts are given in two layouts at once; vLLM takes one", compact(twice))
         if missing:
-            those = some(compact(set().union(*missing.values())))
-            self.errors.append(
-                f"{some(compact(missing))} has factors for some experts but not for {those}; {_ALL_OR_NONE}"
-            )
-        different: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
-        for module, rank in ranks.items():
-            expert = takes[module].expert
-            if expert is not None and expert >= 0:
-                different[takes[module].packed_in, takes[module].projections[0][0]].setdefault(rank, module)
-        unequal = {key[0]: found for key, found in different.items() if len(found) > 1}
-        self._say(
-            "experts of one layer whose ranks differ: {}; " + _ONE_RANK,
-            (f"{module} has rank {rank}" for found in unequal.values() for rank, module in found.items()),
-        )
-        for module, pair in factors.items():
-            runtime_module = takes[module].packed_in
-            if runtime_module in twice:
-                self._refuse([pair], "is given in two layouts of the experts at once; vLLM takes one")
-            elif runtime_module in missing:
-                self._refuse([pair], f"has no {some(compact(missing[runtime_module]))} beside it; {_ALL_OR_NONE}")
-            elif runtime_module in unequal:
-                found = unequal[runtime_module]
-                kind = next(iter(found.values())).rpartition(".")[2]
-                self._refuse([pair], f"has experts whose ranks of {kind} differ: {sorted(found)}; {_ONE_RANK}")
+            some_of, those = some(compact(set(missing.values()))), some(compact(missing))
+            self.errors.append(f"{some_of} has factors for some experts but not for {those}; {_ALL_OR_NONE}")
+        unequal: dict[str, str] = {}
+        seen: dict[tuple[str, int], int] = {}
+        for module, rank in ranks.items() if len(set(ranks.values())) > 1 else ():
+            one = takes[module]
+            if one.expert is None or one.expert < 0:
+                continue
+            before = seen.setdefault((one.packed_in, one.projections[0][0]), rank)
+            if before != rank:
+                kind = module.rpartition(".")[2]
+                unequal[one.packed_in] = f"has experts whose ranks of {kind} differ: {before} and {rank}; {_ONE_RANK}"
+        self._say("{}", (f"{name} {reason}" for name, reason in unequal.items()))
+        why = unequal | why
+        for module, pair in factors.items() if why else ():
+            if reason := why.get(takes[module].packed_in):
+                self._refuse(pair, reason)
 
 
 def above_max_lora_rank(modules: Mapping[int, Iterable[str]], served: ServedModel) -> str:
@@ -293,11 +283,14 @@ def _fit(a: tuple[int, ...], b: tuple[int, ...], takes: ServedModule | None, ran
     width = takes.experts * rank
     inputs = a[-1] if takes.in_features is None else takes.in_features
     outputs = b[-2] if takes.out_features is None else takes.out_features
-    problems = [
-        f"{letter} is {list(shape)}, expected {expected} (rank {rank} by {by})"
-        for letter, shape, expected in (("A", a, [*a[:-2], width, inputs]), ("B", b, [*b[:-2], outputs, width]))
-        if list(shape) != expected
-    ]
+    expected = ((*a[:-2], width, inputs), (*b[:-2], outputs, width))
+    problems = []
+    if (a, b) != expected:
+        problems = [
+            f"{letter} is {list(shape)}, expected {list(right)} (rank {rank} by {by})"
+            for letter, shape, right in zip("AB", (a, b), expected, strict=True)
+            if shape != right
+        ]
     if rank % takes.rank_multiple:
         multiple = f"tensor_parallel_size {takes.rank_multiple}"
         problems.append(f"has rank {rank}, with fully_sharded_loras it must be a multiple of {multiple}")
