@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -64,7 +64,7 @@ class Profiler:
         self._synchronize = synchronize
         self._sample_every = sample_every
         self._device = device
-        self._block: AbstractContextManager[None] | None = None
+        self._block: ExitStack | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -131,16 +131,21 @@ class Profiler:
             raise RuntimeError("this profile is running already; make another one with profile()")
         if any(other._device != self._device for other in _open):
             raise RuntimeError("a profile of another device is open: torch's peak counters are read for one at a time")
-        block = self._run()
-        block.__enter__()
-        self._block = block
+        self._reset()
+        with ExitStack() as stack:
+            self._record(stack)
+            stack.enter_context(self.phase("total"))
+            self._block = stack.pop_all()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         """End, write trace and snapshot, and make the result; an error of the block goes on its way."""
         block, self._block = self._block, None
         assert block is not None
-        block.__exit__(*raised)
+        try:
+            block.__exit__(*raised)
+        finally:
+            self._finish()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Profile each call of a function, as a phase of its name; `function.profile` is the last call's result.
@@ -165,29 +170,16 @@ class Profiler:
                 with self, self.phase(name):
                     return function(*args, **kwargs)
             finally:
-                wrapper.profile = self._result
+                profiled.profile = self._result  # type: ignore[attr-defined]
 
-        wrapper: Any = profiled
-        return cast("Callable[P, R]", wrapper)
+        return profiled
 
-    @contextmanager
-    def _run(self) -> Iterator[None]:
-        self._reset()
+    def _record(self, stack: ExitStack) -> None:
+        """Open what records, the hook's phases among it, until the stack is closed."""
         if not torch.cuda.is_available():
             self._missing.append("GPU memory, device seconds and copies over the link: torch finds no CUDA device")
         elif not torch.cuda.is_initialized():
             self._missing.append("the GPU until CUDA is initialised in this process, which a profile does not do")
-        try:
-            with ExitStack() as stack:
-                self._record(stack)
-                with self.phase("total"):
-                    yield
-        finally:
-            if self._begun:  # else nothing has begun: an option was refused
-                self._finish()
-
-    def _record(self, stack: ExitStack) -> None:
-        """Open what records, the hook's phases among it, until the stack is closed."""
         if self._trace is not None:
             self._written["trace"] = trace_file(self._trace)
             stack.enter_context(tracing(self._written["trace"], ops=self._trace_ops))
