@@ -35,16 +35,19 @@ ONE, ALL = "(packed + staged - shared)", "max_cpu_loras * (packed + staged - sha
 PADDING = "slots * (max_lora_rank - rank) // max_lora_rank"
 _FIGURES = {
     "packed_bytes": _figure(
-        "One registered adapter (LoRAModel) in one worker; not sliced by tensor parallelism.",
+        "One registered adapter (LoRAModel) in one worker. Split by expert parallelism; not sliced by tensor"
+        " parallelism, nor cut by pipeline parallelism (vLLM registers the whole adapter in each pipeline rank).",
         "sum over targeted modules of (rank * inputs + outputs * rank) * itemsize, experts local to the worker",
     ),
     "staged_bytes": _figure(
-        "What is kept of one adapter to build it again: as received, or packed (stage).",
+        "What is kept of one adapter to build it again after an eviction. keep, offload: its tensors as received, of"
+        " the worker's own experts, or of all where one tensor holds all. stage: the packed tensors.",
         "sum over received tensors of elements * itemsize",
         stage="packed",
     ),
     "shared_bytes": _figure(
-        "The part of the packed tensors that is the staged memory itself.",
+        "The part of the packed tensors that is the staged memory itself. keep, offload: what vLLM takes as it is (A"
+        " of dense modules, B too where its scaling is 1, A of fused experts). stage: all of them.",
         "sum over packed tensors that vLLM takes as they were staged",
         stage="packed",
     ),
@@ -55,18 +58,21 @@ _FIGURES = {
     "slot_padding_bytes": _figure("The part of the slots that the adapter's rank leaves empty.", PADDING),
     "host_bytes": _figure("Pinned host memory with max_cpu_loras adapters registered, of exact size.", ALL, keep="0"),
     "host_pinned_bytes": _figure(
-        "The same as it is pinned: in torch's pinned cache (offload), in one block (stage).",
+        "The same as it is pinned: by torch's pinned cache, tensor by tensor (offload), or in one block (stage).",
         "max_cpu_loras * sum over tensors of the next power of two of their bytes",
         stage=f"max_cpu_loras * sum over packed tensors of their bytes rounded up to a multiple of {BLOCK_ALIGNMENT}",
         keep="0",
     ),
-    "node_host_bytes": _figure("Exact bytes of all workers of one host.", "workers_per_node * host"),
+    "node_host_bytes": _figure("Exact bytes of all workers of one host; each has its own.", "workers_per_node * host"),
     "node_host_pinned_bytes": _figure("The same as it is pinned.", "workers_per_node * host_pinned"),
     "gpu_resident_bytes": _figure(
         "What stays on the GPU through generation and training.", "slots", keep=f"slots + {ALL}"
     ),
     "gpu_sync_peak_bytes": _figure(
-        "The most on the GPU while an adapter is brought in.",
+        "The most on the GPU while an adapter is brought in. keep: as resident. offload: with that adapter; the others"
+        " are on the host. stage: with what may be under way (136 MiB, or twice the largest packed tensor, or the"
+        " whole adapter where that is less; more by a stack of the largest where it is cast), without the caller's own"
+        " tensors, which it copies.",
         f"slots + {ONE}",
         stage="slots + under_way",
         keep=f"slots + {ALL}",

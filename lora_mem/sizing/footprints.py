@@ -253,33 +253,7 @@ def footprint(
         options: options by name, in place of those of `given`; `help(lora_mem.Options)` lists them. `rank` is needed.
 
     Returns:
-        A `Footprint`, with these fields (bytes per worker):
-
-        - `packed_bytes`: one registered adapter. Split by expert parallelism; not sliced by tensor parallelism, nor
-          cut by pipeline parallelism (vLLM registers the whole adapter in each pipeline rank).
-        - `staged_bytes`: what is kept of one adapter to build it again after an eviction. keep, offload: its tensors as
-          received, of the experts that are local to the worker, or of all where one tensor holds all. stage: the
-          packed tensors.
-        - `shared_bytes`: the part of the packed tensors that is the staged memory itself. stage: all of it. keep,
-          offload: the tensors that vLLM takes as they are (A of dense modules; B too where its scaling is 1; A of
-          fused experts).
-        - `slot_bytes`: A and B buffers of every module that vLLM can serve, for `max_loras` adapters.
-        - `slot_padding_bytes`: the part of it that `rank` leaves empty below `max_lora_rank`.
-        - `gpu_resident_bytes`: what stays on the GPU through generation and training.
-            keep: slots + max_cpu_loras * (packed + staged - shared). offload, stage: slots.
-        - `gpu_sync_peak_bytes`: the most that is on the GPU while an adapter is brought in, the caller's own tensors
-          left out for stage, which copies them.
-            keep: as resident. offload: slots + packed + staged - shared (the adapter being brought in; the others are
-            on the host). stage: slots + what may be under way: 136 MiB or twice the largest packed tensor, or the whole
-            adapter where that is less (and a stack of the largest one in `dtype`, where that is not `lora_dtype`).
-            vLLM lets an adapter that is replaced go before it packs the new one; the host holds both while the new one
-            is received.
-        - `host_bytes`: pinned host memory when `max_cpu_loras` adapters are registered, of exact size.
-            keep: 0. offload, stage: max_cpu_loras * (packed + staged - shared).
-        - `host_pinned_bytes`: the same as it is pinned. offload: as torch's pinned cache takes it, each tensor
-          rounded up to a power of two. stage: lora_mem's own block, each tensor at a multiple of 256 bytes.
-        - `node_host_bytes`, `node_host_pinned_bytes`: of all `workers_per_node` workers of a host, each of
-          which has its own.
+        A `Footprint`: bytes per worker. `result.why(name)` says what a figure means and how it comes about.
 
     Raises:
         SizingError: an option is not what vLLM allows, or does not fit the model.

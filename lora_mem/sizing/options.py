@@ -10,8 +10,8 @@ import difflib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing import checks
@@ -53,30 +53,48 @@ def _json_in(text: str) -> Any:
         return text
 
 
-class About(NamedTuple):
-    """What `Options` says of an option beside its type and default; see `Option`."""
+REQUIRED = MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option, for whoever lists options or asks for them: docs, a command line, widgets.
+
+    `check(name, value)` returns the value as `Options` holds it. `flag` is what a command line calls the option.
+    `type` is int, float, bool or str; `str` also for names and patterns, which `read` takes out of text.
+    `default` is `REQUIRED` where there is none, and None where the model or other options decide.
+    `Options` fills in name, type and default from its fields.
+    """
 
     help: str
     check: checks.Check
     flag: str = ""
     choices: tuple[Any, ...] = ()
     read: Callable[[str], Any] = str
+    name: str = ""
+    type: type[int] | type[float] | type[bool] | type[str] = str
+    default: Any = None
+
+    def __str__(self) -> str:
+        """Name, default and help, as the docs have it."""
+        default = {REQUIRED: "required", None: "optional"}.get(self.default, f"default {self.default}")
+        return f"{self.name} ({default}): {self.help}"
 
 
-def _whole(help: str, flag: str = "") -> About:
-    return About(help, checks.whole_number, flag)
+def _whole(help: str, flag: str = "") -> Option:
+    return Option(help, checks.whole_number, flag)
 
 
-def _flag(help: str, flag: str = "") -> About:
-    return About(help, checks.flag, flag)
+def _flag(help: str, flag: str = "") -> Option:
+    return Option(help, checks.flag, flag)
 
 
-def _pattern(help: str, check: checks.Check) -> About:
-    return About(help, check, read=_json_in)
+def _pattern(help: str, check: checks.Check) -> Option:
+    return Option(help, check, read=_json_in)
 
 
-def _choice(help: str, choices: Sequence[Any], why: str = "") -> About:
-    return About(help, checks.one_of(choices, why), choices=tuple(choices))
+def _choice(help: str, choices: Sequence[Any], why: str = "") -> Option:
+    return Option(help, checks.one_of(choices, why), choices=tuple(choices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +111,7 @@ class Options:
     rank: Annotated[int, _whole("The adapter's rank.")]
     target_modules: Annotated[
         str | Sequence[str],
-        About(
+        Option(
             "What the adapter targets: PEFT's names (q_proj, or longer ends of a path such as self_attn.q_proj),"
             " 'experts' for the routed experts, or 'all-linear': every linear layer that vLLM serves but lm_head,"
             " routed experts included (PEFT leaves experts out where they are parameters; then name what the adapter"
@@ -118,7 +136,8 @@ class Options:
     tensor_parallel_size: Annotated[int, _whole("Workers that slots are sliced over.", "--tp")] = 1
     pipeline_parallel_size: Annotated[int, _whole("Pipeline ranks that the layers are split over.", "--pp")] = 1
     pipeline_rank: Annotated[
-        int | None, About("Pipeline rank of the worker; default the one with the most slot bytes.", checks.zero_or_more)
+        int | None,
+        Option("Pipeline rank of the worker; default that with the most slot bytes.", checks.zero_or_more),
     ] = None
     data_parallel_size: Annotated[int, _whole("Replicas; they share the routed experts, split or sliced.", "--dp")] = 1
     enable_expert_parallel: Annotated[
@@ -131,7 +150,7 @@ class Options:
     enable_moe_shared_loras: Annotated[bool, _flag("A of gate and up and B of down once for all experts.")] = False
     lora_target_modules: Annotated[
         Sequence[str] | None,
-        About(
+        Option(
             "vLLM's deployment-wide target_modules: slots for these only. Runtime names (qkv_proj), whole paths, or"
             " packed children (q_proj); default every module that vLLM can serve.",
             checks.deployment_names,
@@ -161,13 +180,13 @@ class Options:
     ] = "auto"
     rank_pattern: Annotated[
         Ranks | None,
-        About(
+        Option(
             "PEFT's ranks by name or regular expression; each must match a module.", checks.rank_pattern, read=_json_in
         ),
     ] = None
     lora_alpha: Annotated[
         float | None,
-        About(
+        Option(
             "PEFT's alpha; with the ranks, alpha_pattern and use_rslora it decides the scaling of each module. Where"
             " that is 1 nothing is folded into B, so that vLLM keeps the staged B of dense modules as it is; where it"
             " is not known it counts as another number.",
@@ -175,11 +194,11 @@ class Options:
         ),
     ] = None
     scaling: Annotated[
-        float | None, About("alpha / rank (or by rsLoRA's rule), in place of lora_alpha.", checks.positive_number)
+        float | None, Option("alpha / rank (or by rsLoRA's rule), in place of lora_alpha.", checks.positive_number)
     ] = None
     alpha_pattern: Annotated[
         Alphas | None,
-        About(
+        Option(
             "PEFT's alphas by name or regular expression; each must match a module.",
             checks.alpha_pattern,
             read=_json_in,
@@ -237,40 +256,13 @@ class OptionKeywords(TypedDict, total=False):
     workers_per_node: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option, for whoever lists options or asks for them: docs, a command line, widgets.
-
-    `type` is int, float, bool or str; `str` also for names and patterns, which `read` takes out of text.
-    `default` is `REQUIRED` where there is none, and None where the model or other options decide.
-    `flag` is what a command line calls it. `check(name, value)` returns the value as `Options` holds it.
-    """
-
-    name: str
-    type: type[int] | type[float] | type[bool] | type[str]
-    default: Any
-    help: str
-    check: checks.Check
-    flag: str
-    choices: tuple[Any, ...]
-    read: Callable[[str], Any]
-
-    def __str__(self) -> str:
-        """Name, default and help, as the docs have it."""
-        default = {REQUIRED: "required", None: "optional"}.get(self.default, f"default {self.default}")
-        return f"{self.name} ({default}): {self.help}"
-
-
-REQUIRED = MISSING
-
-
 def _options() -> dict[str, Option]:
     found, hints = {}, get_type_hints(Options, include_extras=True)
     for item in fields(Options):
-        declared, about = hints[item.name].__origin__, hints[item.name].__metadata__[0]
+        declared, option = hints[item.name].__origin__, hints[item.name].__metadata__[0]
         kind = next((one for one in (bool, int, float) if one in (declared, *get_args(declared))), str)
-        about = about._replace(flag=about.flag or f"--{item.name.replace('_', '-')}")
-        found[item.name] = Option(item.name, kind, item.default, **about._asdict())
+        flag = option.flag or f"--{item.name.replace('_', '-')}"
+        found[item.name] = replace(option, name=item.name, type=kind, default=item.default, flag=flag)
     return found
 
 

@@ -7,7 +7,7 @@ Rules from vLLM 0.33.0: `PackedLoRALayerWeights.pack`, `pack_moe` and `pack_moe_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -58,18 +58,15 @@ def adapter_modules(shape: ModelShape, options: Resolved) -> Iterator[AdapterMod
                 continue
             path = group.path(None, module)
             dtypes = ((options.dtype, options.dtype),) * len(taken)
-            if not options.rank_pattern and not options.alpha_pattern:
-                ranks = tuple(options.rank * is_in for is_in in taken)
-                yield AdapterModule(
-                    path, module, group.count, ranks, dtypes, (options.folded_scaling == 1,) * len(taken)
-                )
-                continue
-            layers = group.layers if group.stage == "layers" else (0,)
-            kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
+            if options.rank_pattern or options.alpha_pattern:
+                layers = group.layers if group.stage == "layers" else (0,)
+                kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
+            else:
+                unscaled = options.folded_scaling == 1
+                kinds = Counter({tuple((options.rank * is_in, unscaled) for is_in in taken): group.count})
             for kind, count in kinds.items():
-                yield AdapterModule(
-                    path, module, count, tuple(r for r, _ in kind), dtypes, tuple(one for _, one in kind)
-                )
+                ranks, ones = zip(*kind, strict=True)
+                yield AdapterModule(path, module, count, ranks, dtypes, ones)
 
 
 def packed_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
@@ -77,42 +74,28 @@ def packed_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
 
     Dense modules keep the staged tensors that have `lora_dtype`: A as it is, B too unless a scaling is folded into it.
     """
-    module = part.module
-    same = [
-        {"A": a == options.lora_dtype, "B": b == options.lora_dtype and unscaled}
-        for (a, b), unscaled in zip(part.dtypes, part.unscaled, strict=True)
-    ]
-    if not isinstance(module, Experts):
-        return _dense_tensors(module, part.ranks, same)
-    local, outer = local_experts(module, options), options.enable_moe_shared_loras
+    module, factors = part.module, list(_factors(part, options))
+    if isinstance(module, Linear):
+        return [Tensor(one.name, one.size, 1, one.same) for one in factors]
+    local = local_experts(module, options)
     whole = local == module.num_experts
-    if outer:
+    if options.enable_moe_shared_loras:
         # Taken as they come, except that expert parallelism cuts the experts' own factors out.
-        return [
-            Tensor(f"{name}.{factor}", (count, *size), 1, (count == 1 or whole) and same[index][factor])
-            for index, name, factor, count, size in _shared_outer(module, part.ranks, local)
-        ]
-    projections = _projections(module, part.ranks, options)
+        counted = [(one, 1 if one.outer else local) for one in factors]
+        return [Tensor(one.name, (count, *one.size), 1, (count == 1 or whole) and one.same) for one, count in counted]
     if not options.is_3d_lora_weight:
-        return [
-            Tensor(f"{name}.{factor}", (local, *size))
-            for name, inputs, outputs, rank in projections
-            for factor, size in (("A", (rank, inputs)), ("B", (outputs, rank)))
-        ]
+        return [Tensor(one.name, (local, *one.size)) for one in factors]
     if uses_3d_wrapper(module, options):
         # A is a view of what was staged; B is transposed, which copies.
-        return [
-            Tensor(f"{name}.{factor}", (local, *size), 1, whole and factor == "A" and same[index]["A"])
-            for index, (name, inputs, outputs, rank) in enumerate(projections)
-            for factor, size in (("A", (rank, inputs)), ("B", (outputs, rank)))
-        ]
-    (_, hidden, twice, rank_1), (_, inter, out, rank_2) = projections
+        return [Tensor(one.name, (local, *one.size), 1, whole and one.is_a and one.same) for one in factors]
+    w1_a, w13_b, w2_a, w2_b = factors
+    half = (w13_b.size[0] // 2, w13_b.size[1])
     return [
-        Tensor("w1.A", (local, rank_1, hidden), 1, whole and same[0]["A"]),  # w3 has the same A
-        Tensor("w1.B", (local, twice // 2, rank_1)),
-        Tensor("w2.A", (local, rank_2, inter), 1, whole and same[1]["A"]),
-        Tensor("w2.B", (local, out, rank_2)),
-        Tensor("w3.B", (local, twice // 2, rank_1)),
+        Tensor("w1.A", (local, *w1_a.size), 1, whole and w1_a.same),  # w3 has the same A
+        Tensor("w1.B", (local, *half)),
+        Tensor("w2.A", (local, *w2_a.size), 1, whole and w2_a.same),
+        Tensor("w2.B", (local, *w2_b.size)),
+        Tensor("w3.B", (local, *half)),
     ]
 
 
@@ -122,62 +105,51 @@ def staged_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
     A worker is given its own experts only, where each expert has tensors of its own; tensors that hold all experts come
     whole (as vLLM's own loader reads them).
     """
-    module = part.module
-    if not isinstance(module, Experts):
-        return _dense_tensors(module, part.ranks, [{"A": False, "B": False}] * len(part.ranks))
+    module, factors = part.module, _factors(part, options)
+    if isinstance(module, Linear):
+        return [Tensor(one.name, one.size) for one in factors]
+    experts = module.num_experts
     if options.enable_moe_shared_loras:
-        return [
-            Tensor(f"{name}.{factor}", (count, *size))
-            for _, name, factor, count, size in _shared_outer(module, part.ranks, module.num_experts)
-        ]
-    projections = _projections(module, part.ranks, options)
+        return [Tensor(one.name, (1 if one.outer else experts, *one.size)) for one in factors]
     if options.is_3d_lora_weight:
-        return [
-            Tensor(f"{name}.{factor}", size)
-            for name, inputs, outputs, rank in projections
-            for factor, size in (
-                ("A", (rank * module.num_experts, inputs)),
-                ("B", (outputs, rank * module.num_experts)),
-            )
-        ]
-    local = local_experts(module, options)
-    return [
-        Tensor(f"*.{name}.{factor}", size, local)
-        for name, inputs, outputs, rank in projections
-        for factor, size in (("A", (rank, inputs)), ("B", (outputs, rank)))
-    ]
+        # The experts' ranks side by side.
+        sides = [(one.name, one.size, (experts, 1) if one.is_a else (1, experts)) for one in factors]
+        return [Tensor(name, (rows * times[0], columns * times[1])) for name, (rows, columns), times in sides]
+    return [Tensor(f"*.{one.name}", one.size, local_experts(module, options)) for one in factors]
 
 
-def _dense_tensors(module: Linear, ranks: tuple[int, ...], same: Sequence[Mapping[str, bool]]) -> list[Tensor]:
-    tensors = []
-    for child, rank, shared in zip(module.children, ranks, same, strict=True):
-        if rank:
-            tensors.append(Tensor(f"{child.name}.A", (rank, module.input_size), 1, shared["A"]))
-            tensors.append(Tensor(f"{child.name}.B", (child.output_size, rank), 1, shared["B"]))
-    return tensors
+class _Factor(NamedTuple):
+    """A or B of a dense child, or of a projection of one routed expert, as the adapter holds it.
+
+    `outer`: one for all experts (A of w1 and w3, and B of w2, of shared-outer experts). `same`: in the dtype that is
+    packed, with nothing to fold, so that vLLM can take it as it is.
+    """
+
+    name: str
+    is_a: bool
+    size: tuple[int, int]
+    outer: bool
+    same: bool
 
 
-def _projections(module: Experts, ranks: tuple[int, ...], options: Resolved) -> list[tuple[str, int, int, int]]:
-    """Name, input size, output size and rank of each projection of one routed expert, as the adapter holds it."""
-    hidden, inter = module.hidden_size, module.intermediate_size
-    if options.is_3d_lora_weight:
-        sizes = [(hidden, 2 * inter), (inter, hidden)]
+def _factors(part: AdapterModule, options: Resolved) -> Iterator[_Factor]:
+    module, outer, sizes = part.module, False, []
+    if isinstance(module, Linear):
+        names = [child.name for child in module.children]
+        sizes = [(module.input_size, child.output_size) for child in module.children]
     else:
-        sizes = [(hidden, inter), (inter, hidden), (hidden, inter)][: len(ranks)]
-    names = expert_names(module, fused=options.is_3d_lora_weight, shared=options.enable_moe_shared_loras)
-    return [(name, *size, rank) for name, size, rank in zip(names, sizes, ranks, strict=True)]
-
-
-def _shared_outer(
-    module: Experts, ranks: tuple[int, ...], count: int
-) -> Iterator[tuple[int, str, str, int, tuple[int, int]]]:
-    """Shared-outer experts: A of w1 and w3 and B of w2 once for all experts, the other factors once for each."""
-    hidden, inter = module.hidden_size, module.intermediate_size
-    for index, name, inputs, outputs, rank in zip(
-        range(3), ("w1", "w2", "w3"), (hidden, inter, hidden), (inter, hidden, inter), ranks, strict=True
+        hidden, inter, outer = module.hidden_size, module.intermediate_size, options.enable_moe_shared_loras
+        names = [*expert_names(module, fused=options.is_3d_lora_weight, shared=outer)]
+        sizes = [(hidden, inter), (inter, hidden), (hidden, inter)][: len(part.ranks)]
+        if options.is_3d_lora_weight:
+            sizes = [(hidden, 2 * inter), (inter, hidden)]
+    for name, (inputs, outputs), rank, (a, b), unscaled in zip(
+        names, sizes, part.ranks, part.dtypes, part.unscaled, strict=True
     ):
-        yield index, name, "A", count if name == "w2" else 1, (rank, inputs)
-        yield index, name, "B", 1 if name == "w2" else count, (outputs, rank)
+        if rank:
+            yield _Factor(f"{name}.A", True, (rank, inputs), outer and name != "w2", a == options.lora_dtype)
+            same = b == options.lora_dtype and unscaled
+            yield _Factor(f"{name}.B", False, (outputs, rank), outer and name == "w2", same)
 
 
 def local_experts(module: Experts, options: Resolved) -> int:
