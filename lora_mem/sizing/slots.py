@@ -155,43 +155,40 @@ def _divide(total: int, parts: int, module: Module, what: str) -> int:
 
 
 def slot_groups(shape: ModelShape, options: Resolved) -> Iterator[tuple[Group, Module, int]]:
-    """Each kind of module with slots, and how many of it one worker has, by its stage and the deployment's targets."""
-    first, last = options.pipeline_rank == 0, options.pipeline_rank == options.pipeline_parallel_size - 1
-    start, end = pipeline_layers(shape.num_hidden_layers, options.pipeline_rank, options.pipeline_parallel_size)
-    here = {"first": first, "last": last, "ends": first or last, "every": True}
+    """Each kind of module with slots, and how many one worker has, by its pipeline rank and `lora_target_modules`."""
+    targets = options.lora_target_modules
     for group in shape.groups:
-        if group.stage != "layers":
-            layers: Sequence[int] = (0,) if here[group.stage] else ()
-        elif options.pipeline_parallel_size == 1:
-            layers = group.layers
-        else:
-            layers = [layer for layer in group.layers if start <= layer < end]
+        layers = _layers_here(shape, options, group)
         for module in group.modules:
-            if options.lora_target_modules is None:
-                count = len(layers)
-            else:
-                count = sum(
-                    deployed(group.path(layer, module), module, options.lora_target_modules) for layer in layers
-                )
+            count = len(layers)
+            if targets is not None:
+                count = sum(deployed(group.path(layer, module), module, targets) for layer in layers)
             if count:
                 yield group, module, count
 
 
 def worker_slots(shape: ModelShape, options: Resolved) -> Iterator[tuple[str, list[Tensor]]]:
     """Each module with slots in one worker, by its path in vLLM: the listing of what `slot_bytes` sums up."""
-    start, end = pipeline_layers(shape.num_hidden_layers, options.pipeline_rank, options.pipeline_parallel_size)
     for group, module, _ in slot_groups(shape, options):
         tensors = slot_tensors(module, options)
-        for layer in group.layers if group.stage == "layers" else (None,):
-            if layer is None or start <= layer < end:
-                path = group.path(layer or 0, module)
-                targets = options.lora_target_modules
-                if tensors and (targets is None or deployed(path, module, targets)):
-                    yield path, tensors
+        for layer in _layers_here(shape, options, group):
+            path = group.path(layer, module)
+            if tensors and deployed(path, module, options.lora_target_modules):
+                yield path, tensors
+
+
+def _layers_here(shape: ModelShape, options: Resolved, group: Group) -> Sequence[int]:
+    """The layers of a group that one worker has; 0 stands for modules outside of the layers."""
+    rank, size = options.pipeline_rank, options.pipeline_parallel_size
+    if group.stage == "layers":
+        start, end = pipeline_layers(shape.num_hidden_layers, rank, size)
+        return group.layers if size == 1 else [layer for layer in group.layers if start <= layer < end]
+    first, last = rank == 0, rank == size - 1
+    return (0,) if {"first": first, "last": last, "ends": first or last, "every": True}[group.stage] else ()
 
 
 def pipeline_layers(layers: int, rank: int, size: int) -> tuple[int, int]:
-    """First layer and the one after the last of a pipeline stage: vLLM's `get_pp_indices`."""
+    """First layer and the one after the last of a pipeline rank: vLLM's `get_pp_indices`."""
     parts = [layers // size] * size
     for index in range(2, layers % size + 2):
         parts[-index] += 1
