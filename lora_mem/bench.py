@@ -13,7 +13,7 @@ import torch
 
 from lora_mem import testing, vllm_hook
 from lora_mem.errors import SizingError
-from lora_mem.observe.progress import progress
+from lora_mem.observe.progress import progress, say
 from lora_mem.observe.results import Bench, Held, Sync
 from lora_mem.observe.watching import watched
 from lora_mem.sizing.footprints import footprint
@@ -37,15 +37,12 @@ _LINK_BYTES = 2**31
 """Bytes of the copies that the link's rate is taken from: enough for its full rate."""
 
 
-def start(
-    config: dict[str, Any], *, max_rank: int, say: Callable[[str], None] = lambda text: None, **engine: Any
-) -> Any:
+def start(config: dict[str, Any], *, max_rank: int, **engine: Any) -> Any:
     """An engine with dummy weights and one slot for adapters of at most this rank.
 
     Args:
         config: of the model, as in its config.json.
         max_rank: of the adapters.
-        say: told what is going on.
         engine: more options for vLLM.
     """
     say("starting vLLM")
@@ -65,7 +62,6 @@ def run(
     syncs: int = 2,
     repeats: int = 0,
     generate: bool = True,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Bench:
     """Sync an adapter of the routed experts (of everything, in a dense model) by each strategy in one engine.
 
@@ -78,7 +74,6 @@ def run(
         syncs: versions of the adapter, one after the other; 2 or more.
         repeats: that many more syncs by "stage" or "fill", in turn where both are compared, to see that nothing grows.
         generate: compare tokens too; without it slots only, for an engine that can load adapters but not run here.
-        say: told what is going on.
     """
     check_syncs(syncs)
     vllm_hook.install("stage")

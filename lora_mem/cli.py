@@ -18,6 +18,9 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="The memory of LoRA adapters in vLLM."
 )
 
+WIDE = 110
+"""Characters from which a table has room for a column of words."""
+
 Model = Annotated[str, typer.Argument(help="A hub name, or a path to a config.json.")]
 Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs; --json has them always.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
@@ -99,9 +102,9 @@ def size(
         print("\n\n".join(result.why(line.name) for line in result.lines))
     else:
         rows = [
-            (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.formula) for line in result.lines
+            (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.meaning) for line in result.lines
         ]
-        _print_table(f"{title}, per worker", ("figure", "bytes", "GiB", "formula"), rows)
+        _print_table(f"{title}, per worker", ("figure", "bytes", "GiB", "what it is"), rows)
 
 
 @app.command()
@@ -165,7 +168,6 @@ def bench(
     Exit code 0: tokens and slots are equal, 1: they differ, 2: nothing was run.
     """
     from lora_mem import bench as benches
-    from lora_mem.observe.progress import say
     from lora_mem.testing import engine_config
 
     if strategy not in (*benches.WAYS, "all"):
@@ -175,14 +177,13 @@ def bench(
     benches.check_syncs(syncs)
     config = engine_config(model, layers)
     result = benches.run(
-        benches.start(config, max_rank=rank, say=say, gpu_memory_utilization=gpu_memory_utilization),
+        benches.start(config, max_rank=rank, gpu_memory_utilization=gpu_memory_utilization),
         config,
         model=model,
         rank=rank,
         strategies=tuple(way for way in benches.WAYS if strategy in (way, "all")),
         syncs=syncs,
         repeats=repeats,
-        say=say,
     )
     if as_json:
         _print_json(result)
@@ -279,29 +280,26 @@ def _print_json(result: Any) -> None:
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, plain: bool = False) -> None:
-    """Print a table; `plain` for many narrow columns of figures, which must fit 80 characters."""
+    """Print a table, without its last column of words where the terminal is too narrow for it.
+
+    `plain` for many narrow columns of figures, which must fit 80 characters.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    # Formulas are long: where they do not fit they are left to --why, so that figures stay on one line.
-    rows, caption = [*rows], None
-    widths = [max(map(len, column)) + 3 for column in zip(columns, *rows, strict=True)]
-    if columns[-1] == "formula" and sum(widths) + 1 > Console().width:
+    console, rows, caption = Console(), [*rows], None
+    if not plain and console.width < WIDE:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
         caption = "formulas: --why"
-    table = Table(
-        title=title or None,
-        caption=caption,
-        box=None if plain else box.HEAVY_HEAD,
-        padding=(0, 1, 0, 0) if plain else (0, 1),
-    )
+    style: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)} if plain else {"box": box.HEAVY_HEAD}
+    table = Table(title=title or None, caption=caption, **style)
     for index, column in enumerate(columns):
         numbers = column in ("bytes", "GiB") or (plain and index > 0)
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console.print(table)
 
 
 def _fail(message: str) -> NoReturn:

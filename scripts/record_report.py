@@ -72,15 +72,15 @@ def _ranks(
 ) -> None:
     model, layers = ("tiny", None) if tiny else (model, layers)
     config = testing.engine_config(model, layers)
-    # A small cache: what is left of the GPU is for the adapters.
+    # A small cache, so that adapters have room.
     small = {"kv_cache_memory_bytes": 2**28 if tiny else 2**30, "gpu_memory_utilization": 0.5}
     began = time.perf_counter()
-    llm = bench.start(config, max_rank=max(ranks), say=say, **(small if torch.cuda.is_available() else {}))
+    llm = bench.start(config, max_rank=max(ranks), **(small if torch.cuda.is_available() else {}))
     seconds = {"engine": time.perf_counter() - began}
     found: list[dict[str, Any]] = []
     for rank in ranks:
         began = time.perf_counter()
-        found.append(bench.run(llm, config, model=model, rank=rank, say=say, **options).to_dict())
+        found.append(bench.run(llm, config, model=model, rank=rank, **options).to_dict())
         seconds[f"rank {rank}"] = time.perf_counter() - began
         save({"benches": found, "seconds": seconds})
 
@@ -96,7 +96,7 @@ def trace(save: Save, tiny: bool) -> None:
     config = testing.engine_config("tiny" if tiny else "Qwen/Qwen3-30B-A3B", layers=4 if tiny else 8)
     rank = 16 if tiny else 64
     cuda = torch.cuda.is_available()
-    llm = bench.start(config, max_rank=rank, say=say, **({"gpu_memory_utilization": 0.3} if cuda else {}))
+    llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if cuda else {}))
     vllm_hook.install("stage")
     manager = vllm_hook.manager_of(llm)
     transport = AfterWork(manager, rank, manager.device, work=0.02 if cuda else 0.0)

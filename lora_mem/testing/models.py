@@ -161,7 +161,7 @@ def engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts_at_hand() -> dict[str, Any]:
-    """What notebooks pack and move: Qwen3-30B-A3B's geometry, whole on a GPU, else 2 layers of 16 experts of it."""
+    """What notebooks pack and move: Qwen3-30B-A3B's geometry, whole on a GPU, else cut to 2 layers of 16 experts."""
     return (
         dict(QWEN3_30B_A3B)
         if torch.cuda.is_available()

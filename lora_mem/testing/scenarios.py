@@ -53,7 +53,7 @@ class Life:
     """One adapter's life under one strategy.
 
     Attributes:
-        strategy: "keep" (left on the GPU), "offload" or "stage".
+        strategy: "keep" (kept on the GPU), "offload" or "stage".
         moments: in order.
         tokens: greedy tokens, with the adapter as first loaded.
         logprobs: of these tokens.
@@ -252,7 +252,7 @@ class Returns:
 
     Attributes:
         strategy: for `install`.
-        profile: of it all: "load", then each time "activate" alone (evicted from its slot only) and "rebuild" (from
+        profile: of all steps: "load", then each time "activate" alone (evicted from its slot only) and "rebuild" (from
             vLLM's host cache too).
         slots: digests of the slot buffers: loaded, then after each return.
         registered_b: sum of the absolute values of the registered B factors, at the same times.

@@ -17,7 +17,6 @@ import torch
 import lora_mem
 from lora_mem import bench, testing, vllm_hook
 from lora_mem.observe.profiler import phase
-from lora_mem.observe.progress import say
 
 TINY_GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -139,11 +138,11 @@ def bench_30b() -> dict[str, Any]:
     """All strategies side by side at full size, and 50 more syncs."""
     config, name = testing.QWEN3_30B_A3B, "Qwen/Qwen3-30B-A3B"
     llm = bench.start(config, max_rank=64, gpu_memory_utilization=0.62)
-    return bench.run(llm, config, model=name, rank=64, syncs=3, repeats=50, say=say).to_dict()
+    return bench.run(llm, config, model=name, rank=64, syncs=3, repeats=50).to_dict()
 
 
 def qwen3_30b_a3b() -> dict[str, Any]:
-    """The whole geometry at rank 64: left on the GPU, offloaded, staged."""
+    """The whole geometry at rank 64: kept on the GPU, offloaded, staged."""
     with tempfile.TemporaryDirectory() as directory:
         began = time.perf_counter()
         llm = testing.start_engine(
