@@ -107,8 +107,10 @@ class HookStatus:
         strategy: what `install` was asked for.
         vllm_version: found in this process, or None where vLLM is not installed.
         in_tested_range: whether the tests ran against a release between `tested_vllm`'s two.
-        wrapped: for each class, each method: "wrapped", "inherits the wrapped one", "inherits the unwrapped one", "not
-            wrapped", "absent", or "wrapped, then replaced by <who>".
+        wrapped: for each class or object of vLLM's that the hook patches, what became of each function: "wrapped";
+            "wrapped, then wrapped by <who>", which still gets to ours; "wrapped, then replaced by <who>", which does
+            not; "unwrapped, but inside <who>", where ours only passes calls on; "not wrapped"; "absent"; "inherits the
+            wrapped one" or "inherits the unwrapped one".
         engines: worker LoRA managers alive in this process.
         adapters: staged in this process.
         free_block_bytes: host memory that no adapter uses now, kept for next versions; `trim` gives it back.

@@ -88,11 +88,22 @@ class Patches:
             self._patches.remove(patch)
         self._patches.append(Patch(owner, name, replacement))
 
-    def take_back(self) -> None:
-        """Take all of them back. Those inside of someone else's function stay in the list, switched off."""
+    @contextmanager
+    def during(self, owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+        """Patch a function inside the `with` block."""
+        self.put(owner, name, replacement)
+        patch = self._find(owner, name)
+        try:
+            yield
+        finally:
+            self.take_back(patch)
+
+    def take_back(self, only: Patch | None = None) -> None:
+        """Take one or all of them back. Those inside someone else's function stay in the list, switched off."""
         for patch in reversed(self._patches):
-            patch.take_back()
-        self._patches = [patch for patch in self._patches if patch.reached]
+            if only in (None, patch):
+                patch.take_back()
+        self._patches = [patch for patch in self._patches if patch.active or patch.reached]
 
     def state(self, owner: Any, name: str) -> str:
         """What became of a function, in words."""

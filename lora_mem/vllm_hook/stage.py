@@ -253,7 +253,7 @@ class Stage:
 
         Raises:
             AdapterError: see `Receiver.add_all`. What had been taken of the chunk by then cannot be told any more, so
-                that the stage can only be left.
+                that the stage is of no more use.
         """
         receiver = self._receiving()
         if not isinstance(tensors, Mapping):
@@ -284,16 +284,7 @@ class Stage:
         check_not_in_use(self.lora_int_id, self.name, load_inplace=self._load_inplace)
         receiver.finish()
         shared = shared_parts(receiver.parts)
-        arrived, taken = (self._layout.bytes_of(receiver.parts, without) for without in (frozenset(), shared))
-        expected = self._adapter.announced.parts if self._adapter.announced is not None else None
-        if receiver.parts.keys() != expected if expected is not None else self._announced not in (arrived, taken):
-            missing = sorted({part.module for part in (expected or frozenset()) - receiver.parts.keys()})
-            which = f" (nothing for {', '.join(compact(missing))})" if missing else ""
-            raise AdapterError(
-                f"{self._announced} bytes were announced (by nbytes, or target_modules "
-                f"{self._adapter.config['target_modules']!r}), but {arrived} arrived{which}; add what is missing, "
-                f"correct the adapter_config, or pass nbytes={arrived} to open_stage"
-            )
+        self._check_announced(receiver.parts.keys(), shared)
         check_not_less(self.lora_int_id, self._adapter.config, self._layout.checked, laid_out=True)
         if self._block.used < self._block.nbytes:
             self._block.shrink()  # experts that share a factor need less than was announced
@@ -310,6 +301,22 @@ class Stage:
         self._receiver = None
         del process.open_stages[adapter.lora_int_id], self._adapter, self._block
         return _enter(adapter, self._load_inplace, fused=receiver.fused)
+
+    def _check_announced(self, parts: Collection[Part], shared: frozenset[Part]) -> None:
+        """Refuse other parts than the config announced, or where it was not asked, another number of bytes."""
+        arrived, announced, missing = self._layout.bytes_of(parts), self._adapter.announced, list[str]()
+        if announced is None:
+            as_said = self._announced in (arrived, self._layout.bytes_of(parts, shared))
+        else:
+            as_said = announced.parts == parts
+            missing = sorted({part.module for part in announced.parts.difference(parts)})
+        if not as_said:
+            which = f" (nothing for {', '.join(compact(missing))})" if missing else ""
+            raise AdapterError(
+                f"{self._announced} bytes were announced (by nbytes, or target_modules "
+                f"{self._adapter.config['target_modules']!r}), but {arrived} arrived{which}; add what is missing, "
+                f"correct the adapter_config, or pass nbytes={arrived} to open_stage"
+            )
 
     def abort(self) -> None:
         """Drop what was received; what was staged under this id before stays. Does nothing after `commit`."""

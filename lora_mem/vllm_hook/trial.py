@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lora_mem.vllm_hook.state import process
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -51,18 +53,13 @@ def lively_weights() -> Iterator[None]:
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    original = DummyModelLoader.load_weights
-
-    def load_weights(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, model, *args, **kwargs)
+    def load_weights(original: Callable[..., None], loader: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(loader, model, *args, **kwargs)
         for name, weight in model.named_parameters():
             if "norm" in name and weight.dim() == 1:
                 weight.data.fill_(1)
             elif weight.dim() > 1 and weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
                 weight.data.mul_(50)
 
-    DummyModelLoader.load_weights = load_weights
-    try:
+    with process.patches.during(DummyModelLoader, "load_weights", load_weights):
         yield
-    finally:
-        DummyModelLoader.load_weights = original
