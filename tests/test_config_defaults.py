@@ -11,7 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from lora_mem.errors import SizingError  # noqa: E402
-from lora_mem.sizing.families import ARCHITECTURE_OF  # noqa: E402
+from lora_mem.sizing.families import known  # noqa: E402
 from lora_mem.sizing.modules import Group  # noqa: E402
 from lora_mem.sizing.shapes import ModelShape, known_config  # noqa: E402
 
@@ -47,7 +47,7 @@ def filled(config: dict[str, Any]) -> dict[str, Any] | None:
         written = transformers.CONFIG_MAPPING[kind](**fields).to_dict()
     except Exception:
         return None
-    architectures = config.get("architectures") or [ARCHITECTURE_OF[str(kind)]]
+    architectures = config.get("architectures") or [known().model_types[str(kind)]]
     return {**json.loads(json.dumps(written, default=str)), "architectures": architectures}
 
 

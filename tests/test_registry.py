@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.families import FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
+from lora_mem.sizing.families import known
 from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.shapes import ModelShape
 
 GENERATION = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
@@ -21,7 +22,7 @@ CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
 
 @cache
 def implementing(interface: str) -> frozenset[str]:
-    """The generating architectures whose class has an interface of vLLM among its bases."""
+    """The generating architectures whose class has an interface of vLLM among its bases; all of them for ''."""
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("vLLM is not installed")
@@ -33,7 +34,7 @@ def implementing(interface: str) -> frozenset[str]:
     def has_it(name: str) -> bool:
         return any(base == interface or (base != name and has_it(base)) for base in bases.get(name, ()))
 
-    return frozenset(name for name, class_name in registry(models / "registry.py") if has_it(class_name))
+    return frozenset(name for name, own in registry(models / "registry.py") if not interface or has_it(own))
 
 
 def registry(path: Path) -> list[tuple[str, str]]:
@@ -53,13 +54,22 @@ def registry(path: Path) -> list[tuple[str, str]]:
 def test_what_vllm_serves_with_lora_is_known() -> None:
     served = implementing("SupportsLoRA")
     assert len(served) > 100
-    # A later vLLM may drop LoRA from a model that an earlier one served, so WITHOUT_LORA answers too.
-    assert not served - set(FAMILIES) - WITHOUT_LORA
+    assert not served - set(known().architectures)
+
+
+def test_a_model_without_lora_gets_an_error_and_no_number() -> None:
+    # A model that is known may be served by another version of vLLM only.
+    without = implementing("") - implementing("SupportsLoRA") - set(known().architectures)
+    assert len(without) > 50
+    for architecture in without:
+        with pytest.raises(SizingError, match="is not known to be served with LoRA by vLLM"):
+            ModelShape.from_config({"architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2})
 
 
 def test_pipeline_parallelism_is_refused_where_vllm_has_none() -> None:
-    served = implementing("SupportsLoRA") & set(FAMILIES)
-    assert WITHOUT_PIPELINE & served == served - implementing("SupportsPP")
+    served = implementing("SupportsLoRA") & set(known().architectures)
+    without = {architecture for architecture in served if not known().supports_pipeline(architecture)}
+    assert without == served - implementing("SupportsPP")
     whisper = {
         **{
             f"{side}_{field}": 2
@@ -71,5 +81,7 @@ def test_pipeline_parallelism_is_refused_where_vllm_has_none() -> None:
     }
     with pytest.raises(SizingError, match="pipeline_parallel_size=2: must be 1"):
         footprint(whisper, rank=8, pipeline_parallel_size=2)
-    with pytest.raises(SizingError, match="num_hidden_layers=3: must be the same as encoder_layers"):
+    with pytest.raises(
+        SizingError, match=r"num_hidden_layers=3: must be 2 \(encoder_layers\): it is another name of it"
+    ):
         footprint(whisper | {"num_hidden_layers": 3}, rank=8)

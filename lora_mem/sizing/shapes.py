@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.modules import Config, Experts, Group, Module, parse_object, read_bytes
+from lora_mem.sizing.config import Config
+from lora_mem.sizing.modules import Experts, Group, Module, parse_object, read_bytes
 
 
 @dataclass(frozen=True)
@@ -167,26 +168,24 @@ def _from_hub(name: str) -> dict[str, Any]:
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:
-    from lora_mem.sizing.families import ARCHITECTURE_OF, FAMILIES, WITHOUT_LORA, WITHOUT_PIPELINE
+    from lora_mem.sizing.families import known
 
-    config = Config(fields, where)
-    architectures, model_type = config.items("architectures"), fields.get("model_type")
-    architecture = architectures[0] if architectures else ARCHITECTURE_OF.get(str(model_type))
-    if architecture is None and model_type is None:
+    families, config = known(), Config(fields, where)
+    architecture = families.architecture(config)
+    if architecture is None and "model_type" not in config:
         raise config.error("architectures", "is missing, and so is model_type; one of them is needed")
-    builder = FAMILIES.get(str(architecture))
-    if builder is None:
-        field = "architectures" if architectures else "model_type"
-        if architecture in WITHOUT_LORA:
-            raise config.error(field, "is a model that vLLM 0.33 does not serve with LoRA: there is nothing to size")
-        known = ", ".join(sorted(FAMILIES))
-        raise config.error(field, f"is no model that is known to be served with LoRA by vLLM 0.33. Known: {known}")
+    if architecture not in families.architectures:
+        raise config.error(
+            "architectures" if config.items("architectures") else "model_type",
+            f"is not known to be served with LoRA by vLLM; docs/families.md says how to add a model."
+            f" Known: {', '.join(sorted(families.architectures))}",
+        )
     text = config.sub("text_config") if "text_config" in config and "num_hidden_layers" not in config else config
     # A text model may keep its fields in text_config too; a multimodal one looks for its text model itself.
-    groups = builder(text if str(architecture).endswith("ForCausalLM") else config)
+    groups = families.groups(architecture, text if architecture.endswith("ForCausalLM") else config)
     layers = 1 + max(index for group in groups for index in group.layers)
     quantized = next(
         (part.sub("quantization_config") for part in (config, text) if "quantization_config" in part), None
     )
     method = str(quantized.fields.get("quant_method", "")) if quantized is not None else ""
-    return ModelShape(where, str(architecture), layers, groups, architecture not in WITHOUT_PIPELINE, method)
+    return ModelShape(where, architecture, layers, groups, families.supports_pipeline(architecture), method)

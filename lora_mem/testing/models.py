@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.families import ARCHITECTURE_OF
+from lora_mem.sizing.families import known
 from lora_mem.sizing.shapes import known_config, known_models
 
 TINY_DENSE: dict[str, Any] = {
@@ -137,7 +137,7 @@ def engine_config(
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
     """The facts of a model with the fields that vLLM asks for besides."""
     kind = config["model_type"]
-    config |= {"architectures": [ARCHITECTURE_OF[kind]], "torch_dtype": "bfloat16", **TOWERS.get(kind, {})}
+    config |= {"architectures": [known().model_types[kind]], "torch_dtype": "bfloat16", **TOWERS.get(kind, {})}
     text = config.get("text_config", config)
     text |= NEEDED.get(kind, {})
     # vLLM maps the type kimi_k2 to DeepSeek's classes by the remote code's config class.
