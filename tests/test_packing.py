@@ -42,7 +42,7 @@ def test_packed_and_staged_bytes(config, rank, dtype):
     )
     packed = testing.factors(testing.pack_with_vllm(ModelShape.from_config(config), model))
 
-    predicted = footprint(config, rank=rank, dtype=dtype, lora_dtype="bfloat16")
+    predicted = footprint(config, rank=rank, dtype=dtype, lora_dtype="bfloat16", strategy="offload")
     assert staged == predicted.staged_bytes
     assert sum(tensor.nbytes for tensor in packed.values()) == predicted.packed_bytes
     assert {tensor.dtype for tensor in packed.values()} == {torch.bfloat16}
