@@ -21,11 +21,6 @@ def whole_number(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
-def zero_or_more(name: str, value: object) -> int:
-    """The value, if it is a whole number of at least 0."""
-    return whole_number(name, value, 0)
-
-
 def positive_number(name: str, value: object) -> float:
     """The value, if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
@@ -71,7 +66,7 @@ def deployment_names(name: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-def check_pattern(name: str, value: Any, check: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
+def pattern(name: str, value: Any, check: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
     """The entries of PEFT's `rank_pattern` or `alpha_pattern`, if keys are regular expressions and `check` allows all.
 
     Raises:
@@ -90,13 +85,3 @@ def check_pattern(name: str, value: Any, check: Callable[[str, object], Value]) 
             raise SizingError(f"{name} key", key, f"must be a name or a regular expression ({error})") from None
         entries.append((key, check(f"{name}[{key!r}]", number)))
     return tuple(entries)
-
-
-def rank_pattern(name: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """PEFT's `rank_pattern` as a tuple of its entries."""
-    return check_pattern(name, value, whole_number)
-
-
-def alpha_pattern(name: str, value: Any) -> tuple[tuple[str, float], ...]:
-    """PEFT's `alpha_pattern` as a tuple of its entries."""
-    return check_pattern(name, value, positive_number)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one adapter costs one worker, in bytes; see `footprint` for the meaning of each field.
+    """What one adapter costs one worker, in bytes; `why(name)` says what a figure means and how it comes about.
 
     A prediction carries the model's shape, the options and the values that its formulas name, a measurement (`measure`)
     what was found of each figure and of each kind of module; so both can say why.

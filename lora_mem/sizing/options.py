@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from lora_mem.errors import SizingError
@@ -81,16 +82,16 @@ class Option:
         return f"{self.name} ({default}): {self.help}"
 
 
-def _whole(help: str, flag: str = "") -> Option:
-    return Option(help, checks.whole_number, flag)
+def _whole(help: str, flag: str = "", minimum: int = 1) -> Option:
+    return Option(help, partial(checks.whole_number, minimum=minimum), flag)
 
 
 def _flag(help: str, flag: str = "") -> Option:
     return Option(help, checks.flag, flag)
 
 
-def _pattern(help: str, check: checks.Check) -> Option:
-    return Option(help, check, read=_json_in)
+def _pattern(help: str, number: checks.Check) -> Option:
+    return Option(help, partial(checks.pattern, check=number), read=_json_in)
 
 
 def _choice(help: str, choices: Sequence[Any], why: str = "") -> Option:
@@ -137,7 +138,7 @@ class Options:
     pipeline_parallel_size: Annotated[int, _whole("Pipeline ranks that the layers are split over.", "--pp")] = 1
     pipeline_rank: Annotated[
         int | None,
-        Option("Pipeline rank of the worker; default that with the most slot bytes.", checks.zero_or_more),
+        _whole("Pipeline rank of the worker; default the one with the most slot bytes.", minimum=0),
     ] = None
     data_parallel_size: Annotated[int, _whole("Replicas; they share the routed experts, split or sliced.", "--dp")] = 1
     enable_expert_parallel: Annotated[
@@ -180,9 +181,7 @@ class Options:
     ] = "auto"
     rank_pattern: Annotated[
         Ranks | None,
-        Option(
-            "PEFT's ranks by name or regular expression; each must match a module.", checks.rank_pattern, read=_json_in
-        ),
+        _pattern("PEFT's ranks by name or regular expression; each must match a module.", checks.whole_number),
     ] = None
     lora_alpha: Annotated[
         float | None,
@@ -198,11 +197,7 @@ class Options:
     ] = None
     alpha_pattern: Annotated[
         Alphas | None,
-        Option(
-            "PEFT's alphas by name or regular expression; each must match a module.",
-            checks.alpha_pattern,
-            read=_json_in,
-        ),
+        _pattern("PEFT's alphas by name or regular expression; each must match a module.", checks.positive_number),
     ] = None
     use_rslora: Annotated[bool, _flag("PEFT's rsLoRA: the scaling is alpha / sqrt(rank).")] = False
     is_3d_lora_weight: Annotated[

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lora_mem.drawing import html_table
 from lora_mem.errors import SizingError
-from lora_mem.sizing.checks import whole_number, zero_or_more
+from lora_mem.sizing.checks import whole_number
 from lora_mem.sizing.figures import FIGURES
 from lora_mem.sizing.footprints import Footprint, footprint
 from lora_mem.sizing.options import MAX_LORA_RANKS, OptionKeywords, Options, gather, takes_options
@@ -193,60 +193,50 @@ def plan(
     shape, asked = ModelShape.from_config(model), gather(given, options)
     for name, value in (("gpu_bytes", gpu_bytes), ("weights_bytes", weights_bytes)):
         whole_number(name, value)
-    zero_or_more("kv_cache_bytes", kv_cache_bytes)
+    whole_number("kv_cache_bytes", kv_cache_bytes, 0)
     base = footprint(shape, asked)
-    search = _Search(shape, asked, gpu_bytes, weights_bytes, kv_cache_bytes)
     headroom = gpu_bytes - weights_bytes - kv_cache_bytes - base.gpu_sync_peak_bytes
     inputs = {"gpu": gpu_bytes, "weights": weights_bytes, "kv_cache": kv_cache_bytes, "peak": base.gpu_sync_peak_bytes}
+
+    def fits(weights: int = weights_bytes, **change: Any) -> bool:
+        try:
+            return weights + kv_cache_bytes + footprint(shape, asked, **change).gpu_sync_peak_bytes <= gpu_bytes
+        except SizingError:
+            return False
+
     answers = [
         _answer("headroom", headroom, inputs),
-        search.largest_rank(),
-        search.most_slots(),
+        _largest_rank(asked, fits),
+        _most_slots(asked, fits),
         _most_adapters(base, host_memory_bytes),
-        search.smallest_tp(),
+        _smallest_tp(asked, fits, weights_bytes),
         *savings(shape, asked),
     ]
     return Plan(headroom >= 0, headroom, base, tuple(answers))
 
 
-@dataclass(frozen=True)
-class _Search:
-    shape: ModelShape
-    asked: Options
-    gpu: int
-    weights: int
-    kv_cache: int
+def _largest_rank(asked: Options, fits: Callable[..., bool]) -> Answer:
+    ceiling = asked.max_lora_rank or MAX_LORA_RANKS[-1]
+    if asked.lora_alpha or asked.alpha_pattern or asked.rank_pattern:
+        # Where a module's rank is its alpha nothing is folded: such a rank can fit where a smaller one does not.
+        best = next((rank for rank in range(ceiling, 0, -1) if fits(rank=rank)), 0)
+    else:
+        best = _last(lambda rank: fits(rank=rank), ceiling)
+    return _answer("largest_rank", best or None, {"max_lora_rank": ceiling}, "not even rank 1 fits")
 
-    def _fits(self, weights: int | None = None, **change: Any) -> bool:
-        try:
-            result = footprint(self.shape, self.asked, **change)
-        except SizingError:
-            return False
-        return (self.weights if weights is None else weights) + self.kv_cache + result.gpu_sync_peak_bytes <= self.gpu
 
-    def largest_rank(self) -> Answer:
-        asked, ceiling = self.asked, self.asked.max_lora_rank or MAX_LORA_RANKS[-1]
-        if asked.lora_alpha or asked.alpha_pattern or asked.rank_pattern:
-            # Where a module's rank is its alpha nothing is folded: such a rank can fit where a smaller one does not.
-            best = next((rank for rank in range(ceiling, 0, -1) if self._fits(rank=rank)), 0)
-        else:
-            best = _last(lambda rank: self._fits(rank=rank), ceiling)
-        return _answer("largest_rank", best or None, {"max_lora_rank": ceiling}, "not even rank 1 fits")
+def _most_slots(asked: Options, fits: Callable[..., bool]) -> Answer:
+    registered = asked.max_cpu_loras or 0
+    best = _last(lambda slots: fits(max_loras=slots, max_cpu_loras=max(slots, registered)), MOST_SLOTS)
+    inputs = {"rank": asked.rank, "at_most": MOST_SLOTS}
+    return _answer("most_slots", best or None, inputs, "not even one slot fits")
 
-    def most_slots(self) -> Answer:
-        registered = self.asked.max_cpu_loras or 0
-        best = _last(lambda slots: self._fits(max_loras=slots, max_cpu_loras=max(slots, registered)), MOST_SLOTS)
-        inputs = {"rank": self.asked.rank, "at_most": MOST_SLOTS}
-        return _answer("most_slots", best or None, inputs, "not even one slot fits")
 
-    def smallest_tp(self) -> Answer:
-        given = self.asked.tensor_parallel_size
-        fitting = (
-            tp
-            for tp in (1 << power for power in range(8))
-            if self._fits(weights=-(-self.weights * given // tp), tensor_parallel_size=tp)
-        )
-        return _answer("smallest_tp", next(fitting, None), {"given_tp": given}, "no size up to 128 fits and divides")
+def _smallest_tp(asked: Options, fits: Callable[..., bool], weights: int) -> Answer:
+    given = asked.tensor_parallel_size
+    sizes = (1 << power for power in range(8))
+    best = next((tp for tp in sizes if fits(-(-weights * given // tp), tensor_parallel_size=tp)), None)
+    return _answer("smallest_tp", best, {"given_tp": given}, "no size up to 128 fits and divides")
 
 
 def _last(fits: Callable[[int], bool], ceiling: int) -> int:
