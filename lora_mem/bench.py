@@ -327,9 +327,8 @@ def _digest_of_slots(llm: Any) -> str:
 
 def _evict(llm: Any) -> None:
     """Push adapter 1 out of the slots and of vLLM's host cache."""
-    other, config = testing.random_adapter(llm, rank=1, seed=7, wanted=testing.modules_named("o_proj", "out_proj"))
     vllm_hook.drop_adapter(2)
-    llm.llm_engine.add_lora(vllm_hook.stage_adapter(2, other, config))
+    llm.llm_engine.add_lora(vllm_hook.stage_adapter(2, *testing.small_adapter(llm, seed=7)))
     if 1 in vllm_hook.registered_ids(vllm_hook.manager_of(llm)):
         raise RuntimeError("adapter 1 was not evicted: start the engine with max_loras=1, max_cpu_loras=1")
 

