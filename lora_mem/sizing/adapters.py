@@ -107,9 +107,8 @@ class Adapter:
             enable_moe_shared_loras: of the engine.
 
         """
-        shape, slots = ModelShape.from_config(model), self._slots(max_lora_rank)
-        served = serve(shape, slots, mixed=enable_mixed_moe_lora_format, shared=enable_moe_shared_loras)
-        return self._check(served, max_lora_rank)
+        shape, mixed, shared = ModelShape.from_config(model), enable_mixed_moe_lora_format, enable_moe_shared_loras
+        return self._check(serve(shape, self._slots(max_lora_rank), mixed=mixed, shared=shared), max_lora_rank)
 
     def _slots(self, max_lora_rank: int | None) -> int:
         """`max_lora_rank` of the engine, also where the config's ranks are above what vLLM allows."""
@@ -118,9 +117,9 @@ class Adapter:
 
     def _check(self, model: ServedShape, max_lora_rank: int | None) -> AdapterCheck:
         shapes = {tensor.name: tensor.shape for tensor in self.tensors}
-        read = {name: model.read_name(name) for name in shapes if not name.endswith(_SKIPPED)}
+        names = {name: model.read_name(name) for name in shapes if not name.endswith(_SKIPPED)}
         refusals = dict(peft_config.refusals(self.config, max_lora_rank or MAX_LORA_RANKS[-1]))
-        found = rules.check(shapes, read, model.served, refused_for=refusals)
+        found = rules.check(shapes, names, model.served, refused_for=refusals)
         return replace(found, ignored_bytes=sum(one.nbytes for one in self.tensors if one.name in found.ignored))
 
     def footprint(self, model: ModelShape | dict[str, Any] | str | Path, **options: Any) -> Footprint:
@@ -140,18 +139,17 @@ class Adapter:
         """
         for option in sorted(options.keys() & DECIDED):
             raise SizingError(option, options[option], "must be left out: the adapter decides it")
-        shape, given = ModelShape.from_config(model), dict(options)
+        shape, given = ModelShape.from_config(model), {"lora_dtype": "bfloat16", **options}
         max_lora_rank = given.pop("max_lora_rank", None)
         slots = self._slots(max_lora_rank)
         mixed, shared = (bool(given.get(name)) for name in _FORMATS)
         served = serve(shape, slots, mixed=mixed, shared=shared)
-        found = self._check(served, max_lora_rank)
-        for what, (value, reason) in found.refused_for.items():
-            raise SizingError(f"{self.name}: {what}", value, reason)
-        for name, reason in found.refused.items():
-            raise SizingError(f"{self.name}: tensor", name, f"{reason} ({len(found.refused)} tensors in all)")
-        received = list(self._received(served, found))
-        given |= self._dtypes(received, given.get("lora_dtype", "bfloat16"))
+        received = list(self._received(served, self._check(served, max_lora_rank)))
+        dtypes = sorted({tensor.dtype for tensor in _tensors(received)})
+        if given["lora_dtype"] == "auto":
+            if len(dtypes) != 1 or dtypes[0] not in ITEMSIZE:
+                raise SizingError("lora_dtype", "auto", f"must be named for an adapter of {' and '.join(dtypes)}")
+            given["dtype"] = dtypes[0]
         if any(one.takes.packed_in for one in received):
             given.setdefault("is_3d_lora_weight", any(one.takes.fused for one in received))
         # The engine by itself: whatever its slots' rank is, they can be sliced by it.
@@ -165,14 +163,13 @@ class Adapter:
             alpha_pattern=tuple((self.config.get("alpha_pattern") or {}).items()),
             use_rslora=bool(self.config.get("use_rslora")),
             target_modules=("the adapter's own",),
-            dtype=" and ".join(_dtypes(received)),
+            dtype=" and ".join(dtypes),
         )
         parts = tuple(_parts(received, served, wanted))
         check_sharded_ranks(parts, wanted)
-        workers = (
-            [one for one in received if one.worker(wanted) in (None, worker)]
-            for worker in range(wanted.expert_parallel_size)
-        )
+        workers = [
+            [one for one in received if one.is_for(worker, wanted)] for worker in range(wanted.expert_parallel_size)
+        ]
         mine = max(workers, key=lambda theirs: sum(_sizes(_tensors(theirs))))
         sizes = sum_modules(parts, wanted, _sizes(_tensors(mine)))
         rows = [*packed_rows(parts, wanted)]
@@ -180,25 +177,20 @@ class Adapter:
         return combine(shape, wanted, base.slot_bytes, sizes, tuple(rows))
 
     def _received(self, model: ServedShape, found: AdapterCheck) -> Iterator[Received]:
+        """The factors and their places; refuses what vLLM or a stage refuses."""
+        for what, (value, reason) in found.refused_for.items():
+            raise SizingError(f"{self.name}: {what}", value, reason)
+        for name, reason in found.refused.items():
+            raise SizingError(f"{self.name}: tensor", name, f"{reason} ({len(found.refused)} tensors in all)")
         tensors = {tensor.name: tensor for tensor in self.tensors}
-        for module, (a, b) in found.served.items():
-            name = model.read_name(a)
-            assert name is not None
-            takes = model.served.modules[module]
-            yield Received(*model.places[module], takes, tensors[a], tensors[b], name.peft_module)
-
-    def _dtypes(self, received: Iterable[Received], lora_dtype: str) -> dict[str, str]:
-        """Options for dtypes: those of the adapter must be ones that can be staged."""
-        dtypes = _dtypes(received)
-        for tensor in _tensors(received):
-            if tensor.dtype not in RECEIVED_ITEMSIZE:
+        for module, pair in found.served.items():
+            a, b = (tensors[name] for name in pair)
+            for wrong in (one for one in (a, b) if one.dtype not in RECEIVED_ITEMSIZE):
                 allowed = f"cannot be staged; allowed are {', '.join(RECEIVED_ITEMSIZE)} (vLLM's own loader casts any)"
-                raise SizingError(f"{self.name}: dtype of {tensor.name}", tensor.dtype, allowed)
-        if lora_dtype != "auto":
-            return {"lora_dtype": lora_dtype}
-        if len(dtypes) != 1 or dtypes[0] not in ITEMSIZE:
-            raise SizingError("lora_dtype", "auto", f"must be named for an adapter of {' and '.join(dtypes)}")
-        return {"lora_dtype": "auto", "dtype": dtypes[0]}
+                raise SizingError(f"{self.name}: dtype of {wrong.name}", wrong.dtype, allowed)
+            read = model.read_name(a.name)
+            assert read is not None
+            yield Received(*model.places[module], model.served.modules[module], (a, b), read.peft_module)
 
 
 class Received(NamedTuple):
@@ -208,23 +200,18 @@ class Received(NamedTuple):
     module: Module
     layer: int
     takes: ServedModule
-    a: AdapterTensor
-    b: AdapterTensor
+    factors: tuple[AdapterTensor, AdapterTensor]
     name: str  # in the adapter
 
-    def worker(self, options: Resolved) -> int | None:
-        """The expert-parallel rank that the expert lives in; None where every worker is given the factors."""
+    def is_for(self, worker: int, options: Resolved) -> bool:
+        """Whether a worker is given the factors: with expert parallelism none of the experts that live in others."""
         if self.takes.expert is None or not isinstance(self.module, Experts):
-            return None
-        return self.takes.expert // local_experts(self.module, options)
+            return True
+        return self.takes.expert // local_experts(self.module, options) == worker
 
 
-def _tensors(received: Iterable[Received]) -> list[AdapterTensor]:
-    return [tensor for one in received for tensor in (one.a, one.b)]
-
-
-def _dtypes(received: Iterable[Received]) -> list[str]:
-    return sorted({tensor.dtype for tensor in _tensors(received)})
+def _tensors(received: Iterable[Received]) -> Iterator[AdapterTensor]:
+    return (tensor for one in received for tensor in one.factors)
 
 
 def _sizes(tensors: Iterable[AdapterTensor]) -> list[int]:
@@ -249,27 +236,24 @@ def _staged_rows(received: Iterable[Received]) -> Iterator[dict[str, Any]]:
         yield {**row, "formula": formula, "bytes": sum(_sizes(_tensors(found)))}
 
 
-class _Pair(NamedTuple):
-    """What of a module's two factors decides the bytes."""
-
-    rank: int = 0
-    dtypes: tuple[str, str] = ("", "")
-    unscaled: bool = False
+Child = tuple[int, tuple[str, str], bool]
+"""What of a child's factors decides the bytes: rank, dtypes of A and B, and whether the scaling is 1."""
 
 
 def _parts(received: Iterable[Received], model: ServedShape, options: Resolved) -> Iterator[AdapterModule]:
     """The modules of the adapter, in the model's order; layers that have the same of one are counted together."""
-    found: dict[str, dict[int, dict[int, _Pair]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[int, dict[int, Child]]] = defaultdict(lambda: defaultdict(dict))
     for one in received:
-        children = found[one.path][one.layer]
-        child, dtypes = one.takes.projections[0][0], (one.a.dtype, one.b.dtype)
-        if child in children and children[child].dtypes != dtypes:
+        children, child = found[one.path][one.layer], one.takes.projections[0][0]
+        a, b = one.factors
+        dtypes = (a.dtype, b.dtype)
+        if child in children and children[child][1] != dtypes:
             dtypes = ("", "")  # experts of several dtypes are not stacked before they are cast
         unscaled = one.takes.expert is None and rank_and_unscaled(one.name, options)[1]
-        children[child] = _Pair(one.a.shape[-2] // one.takes.experts, dtypes, unscaled)
+        children[child] = (a.shape[-2] // one.takes.experts, dtypes, unscaled)
     for path, module in dict.fromkeys((path, module) for path, module, _ in model.places.values()):
-        count = len(child_paths(module, options, path))
-        kinds = Counter(tuple(one.get(child, _Pair()) for child in range(count)) for one in found[path].values())
+        count, nothing = len(child_paths(module, options, path)), (0, ("", ""), False)
+        kinds = Counter(tuple(one.get(child, nothing) for child in range(count)) for one in found[path].values())
         for kind, times in kinds.items():
             yield AdapterModule(path, module, times, *zip(*kind, strict=True))
 

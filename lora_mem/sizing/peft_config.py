@@ -35,15 +35,8 @@ def plain_config(adapter_config: Any) -> dict[str, Any]:
     Raises:
         AdapterError: not such an object, or a field is not as PEFT has it.
     """
-    if isinstance(adapter_config, Mapping):
-        values = dict(adapter_config)
-    elif callable(getattr(adapter_config, "to_dict", None)):
-        values = dict(adapter_config.to_dict())
-    elif dataclasses.is_dataclass(adapter_config) and not isinstance(adapter_config, type):
-        values = dataclasses.asdict(adapter_config)
-    elif hasattr(adapter_config, "__dict__") and not isinstance(adapter_config, type):
-        values = dict(vars(adapter_config))
-    else:
+    values = _fields(adapter_config)
+    if values is None:
         raise AdapterError(
             f"adapter_config is a {type(adapter_config).__name__}; it must be a dict as in adapter_config.json or an "
             "object with PEFT's fields, such as peft.LoraConfig"
@@ -52,7 +45,7 @@ def plain_config(adapter_config: Any) -> dict[str, Any]:
         where = "".join(f"[{key!r}]" for key in (name, *keys))
         raise AdapterError(f"adapter_config{where} is {value!r}; it {allowed}")
     # vLLM asks for the field but takes the modules from the tensors' names.
-    values["target_modules"] = values.get("target_modules") or []
+    values = {**values, "target_modules": values.get("target_modules") or []}
     try:
         plain: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
     except (TypeError, ValueError) as error:
@@ -143,6 +136,17 @@ def _no_pattern(pattern: Any) -> str:
     return ""
 
 
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The fields of a dict, a dataclass or another object; None where it has none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(getattr(value, "to_dict", None)):
+        return dict(value.to_dict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return None if isinstance(value, type) else getattr(value, "__dict__", None)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
@@ -152,8 +156,5 @@ def _plain(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if hasattr(value, "value"):
         return value.value  # PEFT's enums
-    if callable(getattr(value, "to_dict", None)):
-        return value.to_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value)
+    is_config = callable(getattr(value, "to_dict", None)) or dataclasses.is_dataclass(value)
+    return (_fields(value) if is_config else None) or str(value)
