@@ -114,8 +114,8 @@ def test_each_tensor_is_served_ignored_or_refused(tmp_path: Path) -> None:
         (pair("0.mlp.mystery", 32, 32), "no module that the model serves"),
         (pair("0.self_attn.q_proj", 32, 60), "B is [60, 4], expected [64, 4] (rank 4 by A)"),
         (pair("0.self_attn.q_proj", 33, 64), "A is [4, 33], expected [4, 32] (rank 4 by A)"),
-        ({f"{PREFIX}.0.self_attn.q_proj.lora_A.weight": (4, 32)}, "no lora_B beside it"),
-        ({f"{PREFIX}.0.self_attn.q_proj.lora_B.weight": (64, 4)}, "no lora_A beside it"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_A.weight": (4, 32)}, "has no B beside it"),
+        ({f"{PREFIX}.0.self_attn.q_proj.lora_B.weight": (64, 4)}, "has no A beside it"),
         ({f"{PREFIX}.0.self_attn.q_proj.magnitude": (4, 32)}, "no LoRA weight that vLLM can parse"),
         (
             {
@@ -137,8 +137,11 @@ def test_what_vllm_would_refuse(shapes: dict[str, tuple[int, ...]], reason: str,
 @pytest.mark.parametrize(
     ("left_out", "reason"),
     [
-        ("up_proj", r"experts.{0-3}.up_proj (4 modules) beside it; vLLM packs all of a layer's experts or none"),
-        ("experts.3.up_proj", "experts.3.up_proj beside it; vLLM packs all of a layer's experts or none"),
+        (
+            "up_proj",
+            ".mlp.experts.{0-3}.up_proj (4 modules); vLLM packs all of a layer's experts or none",
+        ),
+        ("experts.3.up_proj", ".mlp.experts.3.up_proj; vLLM packs all of a layer's experts or none"),
     ],
 )
 def test_a_routed_expert_must_be_whole(left_out: str, reason: str, tmp_path: Path) -> None:
@@ -181,7 +184,9 @@ def test_a_config_that_vllm_refuses(field: str, value: object, reason: str, tmp_
 
 def test_tensors_must_fit_the_slots_whatever_the_config_says(tmp_path: Path) -> None:
     adapter = read_adapter(write(tmp_path, whole_adapter(32), {**PEFT, "r": 8}))
-    assert "has rank 32, above max_lora_rank 8" in repr(adapter.check(CONFIG))
+    assert "has rank 32, above the engine's max_lora_rank 8; start vLLM with max_lora_rank of 32 or more" in repr(
+        adapter.check(CONFIG)
+    )
     assert not adapter.check(CONFIG, max_lora_rank=16).ok
     assert adapter.check(CONFIG, max_lora_rank=32).ok
     assert read_adapter(write(tmp_path, whole_adapter(8))).check(CONFIG).ok  # r is 4: vLLM takes it all the same

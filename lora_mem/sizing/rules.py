@@ -18,12 +18,18 @@ NOT_PEFTS = (
     " as peft.get_peft_model_state_dict returns it (a live model's state_dict has the adapter's name in between:"
     " 'lora_A.default.weight')"
 )
-
-
-NO_FACTOR = "no factor (lora_A, lora_B) that this model would use"
-_ALL_OR_NONE = "vLLM packs all of a layer's experts or none"
-_ONE_RANK = "vLLM packs experts of one rank"
-
+# What a stage says of each kind of problem, in the order in which they are looked at.
+_KINDS = {
+    "name": NOT_PEFTS,
+    "twice": "two tensors for the same factor: {}",
+    "nothing": "{}",
+    "unknown": "",  # said by `ServedModel.unknown`
+    "half": "a factor is missing: {}",
+    "rank": "{}",
+    "shape": "shapes that do not fit: {}",
+    "experts": "{}",
+}
+_NOTHING = "has no factor (lora_A, lora_B) that this model would use"
 Pair = dict[bool, str]
 """The names of a module's factors: of A under True, of B under False."""
 
@@ -92,177 +98,143 @@ def check(
         refused_for: what its config is refused for.
 
     """
-    found = _Findings(shapes, served)
-    factors = found.read(names)
-    found.know(factors)
-    ranks = found.fit(factors, names, rank_of)
-    found.expect_whole_experts(factors, ranks)
+    found = _Findings()
+    factors = _read(shapes, names, served, found)
+    ranks: dict[str, int] = {}
+    if served is not None:
+        _know(factors, served, found)
+    for module, pair in factors.items():
+        if len(pair) == 1:
+            lacks = "B" if True in pair else "A"
+            found.add("half", next(iter(pair.values())), f"has no {lacks} beside it", pair.values())
+            continue
+        takes, name = None if served is None else served.modules[module], names[pair[True]]
+        rank = None if rank_of is None or name is None else rank_of(name.peft_module)
+        ranks[module], why_not = _fit(shapes[pair[True]], shapes[pair[False]], takes, rank)
+        if served is not None and ranks[module] > served.max_lora_rank:
+            found.add("rank", module, above_max_lora_rank(ranks[module], served), pair.values())
+        if why_not:
+            found.add("shape", module, why_not, pair.values())
+    if served is not None:
+        _expect_whole_experts(factors, ranks, served, found)
     bad = found.refused.keys() | found.ignored.keys()
     pairs = {module: pair for module, pair in factors.items() if len(pair) == 2 and bad.isdisjoint(pair.values())}
+    nothing = dict.fromkeys(["tensors"] if found.problems["nothing"] else [], (len(shapes), _NOTHING))
     return AdapterCheck(
         {module: (pair[True], pair[False]) for module, pair in pairs.items()},
         found.ignored,
         found.refused,
-        {**(refused_for or {}), **found.refused_for},
-        errors=tuple(found.errors),
+        {**(refused_for or {}), **nothing},
+        errors=found.errors(served),
     )
 
 
 class _Findings:
-    """The problems of one adapter, and what is known of its tensors so far."""
+    """The problems of one adapter: by kind, reason and what has it, and the tensors that are refused or ignored."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], served: ServedModel | None) -> None:
-        self.shapes, self.served = shapes, served
+    def __init__(self) -> None:
+        self.problems: dict[str, dict[str, list[str]]] = {kind: defaultdict(list) for kind in _KINDS}
         self.ignored: dict[str, str] = {}
         self.refused: dict[str, str] = {}
-        self.refused_for: dict[str, tuple[object, str]] = {}
-        self.errors: list[str] = []
 
-    def _say(self, text: str, items: Iterable[str]) -> None:
-        """An error of a stage for these items, if there are any."""
-        if listed := list(items):
-            self.errors.append(text.format(some(listed)))
+    def add(self, kind: str, subject: str, reason: str, tensors: Iterable[str], *, ignored: bool = False) -> None:
+        """What a stage refuses, and vLLM refuses too, unless it is `ignored` by it."""
+        self.problems[kind][reason].append(subject)
+        for tensor in tensors:
+            (self.ignored if ignored else self.refused).setdefault(tensor, reason)
 
-    def _refuse(self, pair: Pair, reason: str) -> None:
-        for tensor in pair.values():
-            self.refused.setdefault(tensor, reason)
-
-    def read(self, names: Mapping[str, TensorName | None]) -> dict[str, Pair]:
-        """The factors by module, as far as their names can be read; without what vLLM ignores by design."""
-        factors: dict[str, Pair] = {}
-        twice, full = [], False
-        for tensor in self.shapes:
-            name = names.get(tensor)
-            if name is None:
-                if tensor in names:
-                    self.refused[tensor] = "is no LoRA weight that vLLM can parse"
-                else:
-                    self.ignored[tensor] = (
-                        "is skipped by vLLM: a copy of the base model's weights, or not for inference"
-                    )
-            elif name.is_full:
-                full = True
-            elif self.served is not None and self.served.ignored(name.module):
-                self.ignored[tensor] = "is for a module that this worker does without, by design"
-            else:
-                pair = factors.setdefault(name.module, {})
-                if before := pair.get(name.is_a):
-                    twice.append(f"{before} and {tensor}")
-                    self.ignored[before] = f"is the same factor as {tensor}, which vLLM takes"
-                pair[name.is_a] = tensor
-        self._say(NOT_PEFTS, compact(self.refused))
-        self._say("two tensors for the same factor: {}", twice)
-        if not factors and not full and not self.refused:
-            self._say("the adapter has {}", [NO_FACTOR])
-            self.refused_for["tensors"] = (len(self.shapes), f"has {NO_FACTOR}")
-        return factors
-
-    def know(self, factors: dict[str, Pair]) -> None:
-        """Take out modules that the model does not serve: vLLM looks at the last part of a name only."""
-        unknown = [] if self.served is None else [module for module in factors if module not in self.served.modules]
-        if self.served is None or not unknown:
-            return
-        self.errors.append(self.served.unknown(unknown))
-        kinds = {_kind(module) for module in self.served.modules} | ({"experts"} if self.served.experts else set())
-        for module in unknown:
-            pair = factors.pop(module)
-            if module in self.served.experts:
-                self._refuse(pair, f"holds all experts of a layer. {self.served.expert_help}")
-            elif _kind(module) in kinds or ".base_layer" in module:
-                reason = "names a kind of module that the model has, but none that has slots"
-                self.ignored.update(dict.fromkeys(pair.values(), reason))
-            else:
-                self._refuse(pair, "names no module that the model serves with LoRA")
-
-    def fit(
-        self,
-        factors: Mapping[str, Pair],
-        names: Mapping[str, TensorName | None],
-        rank_of: Callable[[str], int] | None,
-    ) -> dict[str, int]:
-        """Hold the shapes against what the model takes; returns the ranks."""
-        shapes, model = self.shapes, self.served
-        served, limit = ({}, None) if model is None else (model.modules, model.max_lora_rank)
-        ranks: dict[str, int] = {}
-        halves: list[str] = []
-        too_high: dict[int, list[str]] = defaultdict(list)
-        misfits: dict[str, list[str]] = defaultdict(list)
-        for module, pair in factors.items():
-            if len(pair) == 1:
-                ((is_a, tensor),) = pair.items()
-                halves.append(f"{tensor} has no {'B' if is_a else 'A'}")
-                self._refuse(pair, f"has no lora_{'B' if is_a else 'A'} beside it")
-                continue
-            a, b = pair[True], pair[False]
-            name = names[a]
-            assert name is not None
-            given = None if rank_of is None else rank_of(name.peft_module)
-            rank, reason = _fit(shapes[a], shapes[b], served.get(module), given)
-            ranks[module] = rank
-            if reason:
-                misfits[reason].append(module)
-                self._refuse(pair, reason)
-            if limit is not None and rank > limit:
-                too_high[rank].append(module)
-                self._refuse(pair, f"has rank {rank}, above max_lora_rank {limit}")
-        self._say("a factor is missing: {}", halves)
-        if self.served is not None and too_high:
-            self.errors.append(above_max_lora_rank(too_high, self.served))
-        self._say(
-            "shapes that do not fit: {}",
-            (f"{module} {reason}" for reason, modules in misfits.items() for module in compact(modules)),
-        )
-        return ranks
-
-    def expect_whole_experts(self, factors: Mapping[str, Pair], ranks: Mapping[str, int]) -> None:
-        """A layer's experts come all or not at all, in one layout, each projection in one rank."""
-        if self.served is None:
-            return
-        takes, why = self.served.modules, dict[str, str]()  # by runtime module
-        twice: list[str] = []
-        missing: dict[str, str] = {}
-        for name, layer in self.served.experts.items():
-            used = [modules for modules in layer.complete if not modules.isdisjoint(factors)]
-            if len(used) > 1:
-                twice.append(name)
-                why[name] = "is given in two layouts of the experts at once; vLLM takes one"
-            elif used and (absent := used[0] - factors.keys()):
-                missing |= dict.fromkeys(absent, name)
-                why[name] = f"has no {some(compact(absent))} beside it; {_ALL_OR_NONE}"
-        self._say("{}: experts are given in two layouts at once; vLLM takes one", compact(twice))
-        if missing:
-            some_of, those = some(compact(set(missing.values()))), some(compact(missing))
-            self.errors.append(f"{some_of} has factors for some experts but not for {those}; {_ALL_OR_NONE}")
-        unequal: dict[str, str] = {}
-        seen: dict[tuple[str, int], int] = {}
-        for module, rank in ranks.items() if len(set(ranks.values())) > 1 else ():
-            one = takes[module]
-            if one.expert is None or one.expert < 0:
-                continue
-            before = seen.setdefault((one.packed_in, one.projections[0][0]), rank)
-            if before != rank:
-                kind = module.rpartition(".")[2]
-                unequal[one.packed_in] = f"has experts whose ranks of {kind} differ: {before} and {rank}; {_ONE_RANK}"
-        self._say("{}", (f"{name} {reason}" for name, reason in unequal.items()))
-        why = unequal | why
-        for module, pair in factors.items() if why else ():
-            if reason := why.get(takes[module].packed_in):
-                self._refuse(pair, reason)
+    def errors(self, served: ServedModel | None) -> tuple[str, ...]:
+        """One text for each kind of problem."""
+        texts = []
+        for kind, text in _KINDS.items():
+            found = self.problems[kind]
+            if found and kind == "unknown" and served is not None:
+                texts.append(served.unknown([one for modules in found.values() for one in modules]))
+            elif found:
+                items = [(one, reason) for reason in found for one in compact(set(found[reason]))]
+                texts.append(text.format(some(one if kind == "name" else f"{one} {reason}" for one, reason in items)))
+        return tuple(texts)
 
 
-def above_max_lora_rank(modules: Mapping[int, Iterable[str]], served: ServedModel) -> str:
-    """What to say of modules, by their ranks, that the engine's slots do not hold."""
-    ranks = [f"rank {rank} of {some(compact(modules[rank]))}" for rank in sorted(modules)]
-    return (
-        f"{', '.join(ranks)} is above the engine's max_lora_rank {served.max_lora_rank}; start vLLM with max_lora_rank "
-        f"of {max(modules)} or more"
-    )
+def _read(
+    shapes: Iterable[str], names: Mapping[str, TensorName | None], served: ServedModel | None, found: _Findings
+) -> dict[str, Pair]:
+    """The factors by module, as far as their names can be read; without what vLLM ignores by design."""
+    factors: dict[str, Pair] = {}
+    full = False
+    for tensor in shapes:
+        name = names.get(tensor)
+        if name is None and tensor in names:
+            found.add("name", tensor, "is no LoRA weight that vLLM can parse", [tensor])
+        elif name is None:
+            found.ignored[tensor] = "is skipped by vLLM: a copy of the base model's weights, or not for inference"
+        elif name.is_full:
+            full = True
+        elif served is not None and served.ignored(name.module):
+            found.ignored[tensor] = "is for a module that this worker does without, by design"
+        else:
+            pair = factors.setdefault(name.module, {})
+            if before := pair.get(name.is_a):
+                found.add("twice", before, f"is the same factor as {tensor}, which vLLM takes", [before], ignored=True)
+            pair[name.is_a] = tensor
+    if not factors and not full and not found.refused:
+        found.add("nothing", "the adapter", _NOTHING, ())
+    return factors
+
+
+def _know(factors: dict[str, Pair], served: ServedModel, found: _Findings) -> None:
+    """Take out modules that are not served: vLLM's loader looks at their `_kind` only."""
+    unknown = [module for module in factors if module not in served.modules]
+    kinds = {_kind(name) for name in served.modules if unknown} | ({"experts"} if served.experts else set())
+    for module in unknown:
+        ignored = False
+        if module in served.experts:
+            reason = f"holds all experts of a layer. {served.expert_help}"
+        elif ignored := _kind(module) in kinds or ".base_layer" in module:
+            reason = "names a kind of module that the model has, but none that has slots"
+        else:
+            reason = "names no module that the model serves with LoRA"
+        found.add("unknown", module, reason, factors.pop(module).values(), ignored=ignored)
 
 
 def _kind(module: str) -> str:
-    """The part of a name by which vLLM's loader decides whether the model can have such a module."""
     _, experts, rest = module.partition(".experts")
     return f"experts{rest}" if experts else module.rpartition(".")[2]
+
+
+def _expect_whole_experts(
+    factors: Mapping[str, Pair], ranks: Mapping[str, int], served: ServedModel, found: _Findings
+) -> None:
+    """A layer's experts come all or not at all, in one layout, and those of one projection in one rank."""
+    why: dict[str, str] = {}  # by runtime module
+    if len(set(ranks.values())) > 1:
+        before: dict[tuple[str, int], int] = {}
+        for module, rank in ranks.items():
+            takes = served.modules[module]
+            if takes.expert is not None and takes.expert >= 0:
+                other = before.setdefault((takes.packed_in, takes.projections[0][0]), rank)
+                if other != rank:
+                    kind = module.rpartition(".")[2]
+                    why[takes.packed_in] = (
+                        f"has experts whose ranks of {kind} differ: {other} and {rank}; vLLM packs experts of one rank"
+                    )
+    for name, layer in served.experts.items():
+        used = [modules for modules in layer.complete if not modules.isdisjoint(factors)]
+        if len(used) > 1:
+            why[name] = "is given in two layouts at once; vLLM takes one"
+        elif used and (absent := used[0] - factors.keys()):
+            those = some(compact(absent))
+            why[name] = f"has factors for some experts but not for {those}; vLLM packs all of a layer's experts or none"
+    for module, pair in factors.items() if why else ():
+        name = served.modules[module].packed_in
+        if name in why:
+            found.add("experts", name, why[name], pair.values())
+
+
+def above_max_lora_rank(rank: int, served: ServedModel) -> str:
+    """What to say of a module that the engine's slots do not hold."""
+    limit = served.max_lora_rank
+    return f"has rank {rank}, above the engine's max_lora_rank {limit}; start vLLM with max_lora_rank of {rank} or more"
 
 
 def _fit(a: tuple[int, ...], b: tuple[int, ...], takes: ServedModule | None, rank: int | None) -> tuple[int, str]:

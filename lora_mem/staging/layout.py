@@ -247,7 +247,7 @@ class Layout:
         takes = self.served.modules[name.module]
         rank, scaling = self.rank_and_scaling(name.peft_module)
         if rank > self.served.max_lora_rank:
-            raise AdapterError(above_max_lora_rank({rank: [name.module]}, self.served))
+            raise AdapterError(f"{name.module} {above_max_lora_rank(rank, self.served)}")
         if takes.in_features is None or takes.out_features is None:
             raise AdapterError(f"{name.module} has a shape that only vLLM itself can check; use stage_adapter")
         inner = takes.experts * rank
