@@ -32,7 +32,7 @@ env:
 	@$(PYTHON) scripts/setup_env.py
 
 demo: env
-	$(PY) -m lora_mem size $(MODEL) --rank $(RANK) --strategy stage
+	$(PY) -m lora_mem size $(MODEL) --rank $(RANK)
 	$(PY) -m lora_mem.demo
 
 test: env check

@@ -99,7 +99,7 @@ def trace(save: Save, tiny: bool) -> None:
     llm = bench.start(config, max_rank=rank, **({"gpu_memory_utilization": 0.3} if cuda else {}))
     vllm_hook.install("stage")
     manager = vllm_hook.manager_of(llm)
-    transport = AfterWork(manager, rank, manager.device, work=0.02 if cuda else 0.0)
+    transport = AfterWork(manager, rank, vllm_hook.live_worker(manager).device, work=0.02 if cuda else 0.0)
     vllm_hook.reserve(transport.adapter_config, wait=True)
 
     def sync(version: int, **how: Any) -> Any:
