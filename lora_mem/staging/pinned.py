@@ -62,7 +62,6 @@ class HostBlock:
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):
             self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.unpinned_because = self._register() if pin else "not asked for"
 
     @property
@@ -81,21 +80,16 @@ class HostBlock:
         Raises:
             MemoryError: the block is used up; the message names both figures.
         """
-        elements = math.prod(shape)
-        nbytes = elements * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if self.used + nbytes > self.nbytes:
             raise MemoryError(
                 f"{nbytes} bytes asked for, but only {self.nbytes - self.used} of the block's {self.nbytes} are unused"
             )
-        start = self.used // dtype.itemsize
-        self.used = min(self.nbytes, self.used + aligned(nbytes))
         # A view that is made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            if dtype not in self._typed:
-                self._typed[dtype] = self._bytes[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            if stride is None:
-                return self._typed[dtype][start : start + elements].view(tuple(shape))
-            return self._typed[dtype].as_strided(tuple(shape), tuple(stride), start)
+            flat = self._bytes[self.used : self.used + nbytes].view(dtype)
+            self.used = min(self.nbytes, self.used + aligned(nbytes))
+            return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def clear(self) -> None:
         """Hand out the memory from the front again; earlier views still show it."""
