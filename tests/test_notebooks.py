@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import json
 import os
 import re
@@ -56,6 +57,18 @@ def ends_in_an_assertion(cell: dict) -> bool:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_fit_to_be_committed(path):
     assert problems(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_is_there(path):
+    pytest.importorskip("torch", reason="needs torch")
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    trees = [ast.parse(re.sub(r"^%.*$", "", "".join(cell["source"]), flags=re.MULTILINE)) for cell in cells]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {(node.module, alias.name) for node in imports for alias in node.names}
+    for module, name in sorted(names):
+        if module.split(".")[0] == "lora_mem" and not hasattr(importlib.import_module(module), name):
+            importlib.import_module(f"{module}.{name}")
 
 
 def test_there_are_notebooks():

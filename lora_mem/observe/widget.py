@@ -20,13 +20,13 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
     """
     import ipywidgets as widgets
 
-    choose = {"model": widgets.Combobox(value=model, options=list(known_models()), ensure_option=False)}
-    choose |= {name: _widget(option) for name, option in OPTIONS.items()}
+    layout = widgets.Layout(width="30rem")  # one for all: a notebook keeps the state of each
+    choose = {"model": widgets.Combobox(value=model, options=list(known_models()), layout=layout)}
+    choose |= {name: _widget(option, layout) for name, option in OPTIONS.items()}
     choose["rank"].value = rank
     for name, widget in choose.items():
         widget.description = name
         widget.style.description_width = "16rem"
-        widget.layout.width = "30rem"
     output = widgets.HTML()
     box = widgets.VBox([widgets.Box(list(choose.values()), layout={"flex_flow": "row wrap"}), output])
     box.choose, box.result = choose, None
@@ -46,20 +46,20 @@ def planner(model: str = "Qwen/Qwen3-30B-A3B", *, rank: int = 64) -> Any:
     return box
 
 
-def _widget(option: Option) -> Any:
+def _widget(option: Option, layout: Any) -> Any:
     import ipywidgets as widgets
 
-    tip = {"tooltip": option.help}
+    look = {"layout": layout, "tooltip": option.help}
     if option.type is bool and option.default is not None:
-        return widgets.Checkbox(value=option.default, indent=True, **tip)
+        return widgets.Checkbox(value=option.default, indent=True, **look)
     if option.choices or option.type is bool:
         choices = [(str(choice), choice) for choice in option.choices or (True, False)]
         # Not None for what is left to the model or vLLM: a Dropdown takes that for no choice.
         default = [("default", "")] if option.default is None else []
-        return widgets.Dropdown(options=default + choices, value=option.default or "", **tip)
+        return widgets.Dropdown(options=default + choices, value=option.default or "", **look)
     if option.type is int and option.default is not None:
-        return widgets.IntText(value=option.default if isinstance(option.default, int) else 1, **tip)
-    return widgets.Text(value=option.default or "", placeholder="default", continuous_update=False, **tip)
+        return widgets.IntText(value=option.default if isinstance(option.default, int) else 1, **look)
+    return widgets.Text(value=option.default or "", placeholder="default", continuous_update=False, **look)
 
 
 def _chosen(option: Option, value: Any) -> Any:
