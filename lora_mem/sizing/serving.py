@@ -36,7 +36,12 @@ class TensorName:
 
 
 _EVERYTHING = slice(None)
-_WHOLE = tuple(((projection, _EVERYTHING),) for projection in range(99))  # by the projection that a module is all of
+Projections = tuple[tuple[int, slice], ...]
+
+
+@functools.cache  # one object for all
+def _whole(projection: int) -> Projections:
+    return ((projection, _EVERYTHING),)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class ServedModule:
     stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     rank_multiple: int = 1
     packed_in: str = ""
-    projections: tuple[tuple[int, slice], ...] = ((0, _EVERYTHING),)
+    projections: Projections = ((0, _EVERYTHING),)
     expert: int | None = None
     local: slice = field(default_factory=lambda: _EVERYTHING)  # one object for all
 
@@ -127,7 +132,7 @@ class ExpertLayer:
         """Of each layout the modules that this worker must be given, if it is given any."""
         return tuple(frozenset(name for name, one in layout.items() if one.expert != -1) for layout in self.layouts)
 
-    def _module(self, projections: tuple[tuple[int, slice], ...], **fields: Any) -> ServedModule:
+    def _module(self, projections: Projections, **fields: Any) -> ServedModule:
         sizes = (self.intermediate, self.hidden) if projections[0][0] == 1 else (self.hidden, self.intermediate)
         fields = {"in_features": sizes[0], "out_features": sizes[1], "rank_multiple": self.rank_multiple, **fields}
         return ServedModule(packed_in=self.name, projections=projections, **fields)
@@ -136,7 +141,7 @@ class ExpertLayer:
         """Each expert by itself."""
         count = 2 if self.non_gated else 3
         takes = [
-            [self._module(whole, expert=expert) for whole in _WHOLE[:count]]
+            [self._module(_whole(kind), expert=expert) for kind in range(count)]
             for expert in (-1, *range(self.local_experts))
         ]
         places = (divmod(index, count) for index in range(len(self.children)))
@@ -147,19 +152,19 @@ class ExpertLayer:
     def _shared(self) -> dict[str, ServedModule]:
         one, each = (1,), (self.experts,)
         stacked = ((one, each), (each, one), (one, each))
-        kinds = zip(self.children, _WHOLE[:3], stacked, strict=True)
-        return {name: self._module(whole, stacked=sizes, local=self._local) for name, whole, sizes in kinds}
+        kinds = enumerate(zip(self.children, stacked, strict=True))
+        return {name: self._module(_whole(kind), stacked=sizes, local=self._local) for kind, (name, sizes) in kinds}
 
     def _fused(self) -> dict[str, ServedModule]:
         """PEFT's fused experts: gate_up comes as `experts.base_layer` and down as `experts`, A `[experts * r, in]`."""
         gate, up = slice(0, self.intermediate), slice(self.intermediate, None)
         if self.interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
-        gate_up = ((0, gate), (2, up)) if self.children else _WHOLE[0]  # vLLM's 2D wrapper takes gate and up apart
+        gate_up = ((0, gate), (2, up)) if self.children else _whole(0)  # vLLM's 2D wrapper takes gate and up apart
         fused = {"experts": self.experts, "local": self._local}
         return {
             f"{self.name}.base_layer": self._module(gate_up, out_features=2 * self.intermediate, **fused),
-            self.name: self._module(_WHOLE[1], **fused),
+            self.name: self._module(_whole(1), **fused),
         }
 
     @property
@@ -257,9 +262,9 @@ def serve(shape: ModelShape, max_lora_rank: int, *, mixed: bool = False, shared:
                 found = {name: takes for layout in experts[path].layouts for name, takes in layout.items()}
             else:
                 parent = path.rpartition(".")[0]
-                for child, whole in zip(module.children, _WHOLE, strict=False):
+                for index, child in enumerate(module.children):
                     found[join(parent, child.name)] = ServedModule(
-                        module.input_size, child.output_size, projections=whole
+                        module.input_size, child.output_size, projections=_whole(index)
                     )
             prefix, peft_prefix = (one.removesuffix(module.name) for one in (path, group.peft_path(layer, module)))
             for name in found:
