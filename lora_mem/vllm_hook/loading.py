@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def load_adapter(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     """In front of vLLM's `_load_adapter`: a request of ours gets a model made of what is staged."""
-    request = _first(args, kwargs)
+    request = args[0] if args else next(iter(kwargs.values()))
     ours = request.lora_path.startswith(SCHEME)
     with span("build", request.lora_int_id):
         model = load_staged(original, manager, request) if ours else original(manager, request)
@@ -40,7 +40,7 @@ def load_adapter(original: Callable[..., Any], manager: Any, *args: Any, **kwarg
 
 def add_adapter(original: Callable[..., bool], manager: Any, *args: Any, **kwargs: Any) -> bool:
     """In front of vLLM's `add_adapter`: once the slots hold what was loaded, everything else leaves the GPU."""
-    request = _first(args, kwargs)
+    request = args[0] if args else next(iter(kwargs.values()))
     if request.load_inplace:
         request = _loaded_once(manager, request)
     if not process.recorders or not _will_load(manager, request):
@@ -104,10 +104,6 @@ def _add(original: Callable[..., bool], manager: Any, request: LoRARequest) -> b
     if process.armed:
         _offload_armed(manager)
     return added
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _will_load(manager: Any, request: LoRARequest) -> bool:
