@@ -50,7 +50,7 @@ _ROOMS = {
     "blocks": "drop_adapter reserve trim",
     "events": "observed recorded",
     "installation": "install status uninstall",
-    "live": "LiveAdapter LiveWorker bytes_by_device holders live_adapters live_managers live_worker lora_layers "
+    "live": "LiveAdapter bytes_by_device holders live_adapters live_managers live_worker lora_layers "
     "manager_of places registered_ids registered_model slot_buffers",
     "loading": "offload_in_memory_adapter",
     "served": "served_model",
