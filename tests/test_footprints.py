@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.figures import FIGURES
-from lora_mem.sizing.footprints import Footprint, footprint
+from lora_mem.sizing.footprints import FIGURES, Footprint, footprint
 from lora_mem.sizing.options import MAX_LORA_RANKS, OPTIONS, STRATEGIES
 from lora_mem.sizing.shapes import ModelShape, known_config
 from lora_mem.sizing.slots import worker_slots

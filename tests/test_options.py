@@ -9,8 +9,7 @@ import pytest
 
 import lora_mem
 from lora_mem.errors import SizingError
-from lora_mem.sizing.figures import FIGURES
-from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.footprints import FIGURES, footprint
 from lora_mem.sizing.options import OPTIONS, REQUIRED, OptionKeywords, Options
 from lora_mem.sizing.resolving import resolve
 from lora_mem.sizing.shapes import ModelShape

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.sizing.figures import HOLDERS, PADDING, evaluate
-from lora_mem.sizing.footprints import Footprint
+from lora_mem.sizing.counting import HOLDERS
+from lora_mem.sizing.footprints import PADDING, Footprint, evaluate
 from lora_mem.sizing.options import Strategy
 from lora_mem.sizing.units import most_under_way, power_of_two
 from lora_mem.staging.views import memory

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing import peft_config, rules
-from lora_mem.sizing.counting import sum_modules
+from lora_mem.sizing.counting import packed_rows, sum_modules
 from lora_mem.sizing.footprints import Footprint, combine, footprint
 from lora_mem.sizing.modules import Experts, Module, parse_object, read_bytes
 from lora_mem.sizing.options import ITEMSIZE, MAX_LORA_RANKS, RECEIVED_ITEMSIZE
 from lora_mem.sizing.resolving import Resolved, slot_rank
-from lora_mem.sizing.rows import packed_rows
 from lora_mem.sizing.rules import AdapterCheck
 from lora_mem.sizing.serving import ServedModule, ServedShape, serve
 from lora_mem.sizing.shapes import ModelShape

@@ -1,34 +1,58 @@
 """The bytes of each holder of a LoRA adapter in one vLLM worker, before anything is run.
 
-Every figure is a sum over the shapes of tensors that `lora_mem.sizing.tensors` and `lora_mem.sizing.slots` list one by
-one, or a formula over such sums (`lora_mem.sizing.figures`).
+Three holders (vLLM's words): *staged* are the tensors as they were received, *packed* is the registered `LoRAModel`,
+*slots* are the buffers that vLLM allocates at start-up and that generation reads. Every figure is a sum over tensors
+(`lora_mem.sizing.counting`), or a formula over such sums.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lora_mem.drawing import draw, html_table
 from lora_mem.errors import SizingError
-from lora_mem.sizing.counting import AdapterBytes, adapter_bytes, slot_bytes
-from lora_mem.sizing.figures import FIGURES, HOLDERS, Line, compute, measured_lines, predicted_lines
+from lora_mem.sizing.counting import HOLDERS, AdapterBytes, adapter_bytes, rows_of, slot_bytes
 from lora_mem.sizing.options import OptionKeywords, Options, Strategy, gather, takes_options
 from lora_mem.sizing.resolving import Resolved, resolve
-from lora_mem.sizing.rows import rows_of
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.tensors import adapter_modules, check_sharded_ranks
-from lora_mem.sizing.units import gib, most_under_way
+from lora_mem.sizing.units import BLOCK_ALIGNMENT, gib, most_under_way
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True)
+def _figure(meaning: str, formula: str, *, stage: str = "", keep: str = "") -> Any:
+    """A figure's field: what it means, and its formula by strategy; with `sum over` it is counted, not evaluated."""
+    return field(metadata={"meaning": meaning, "keep": keep or formula, "offload": formula, "stage": stage or formula})
+
+
+class Line(NamedTuple):
+    """One figure, with the formula it comes from and the inputs that went in."""
+
+    name: str
+    bytes: int
+    formula: str
+    inputs: Mapping[str, Any]
+    meaning: str
+
+    def __str__(self) -> str:
+        """The figure, the formula and its inputs in one line."""
+        inputs = ", ".join(f"{key}={value}" for key, value in self.inputs.items())
+        return f"{self.name} = {self.bytes:,} bytes ({gib(self.bytes)}) = {self.formula}  [{inputs}]"
+
+
+ONE, ALL = "(packed + staged - shared)", "max_cpu_loras * (packed + staged - shared)"
+PADDING = "slots * (max_lora_rank - rank) // max_lora_rank"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """What one adapter costs one worker, in bytes; `why(name)` says what a figure means and how it comes about.
 
@@ -36,17 +60,53 @@ class Footprint:
     what was found of each figure and of each kind of module; so both can say why.
     """
 
-    packed_bytes: int
-    staged_bytes: int
-    shared_bytes: int
-    slot_bytes: int
-    slot_padding_bytes: int
-    host_bytes: int
-    host_pinned_bytes: int
-    node_host_bytes: int
-    node_host_pinned_bytes: int
-    gpu_resident_bytes: int
-    gpu_sync_peak_bytes: int
+    packed_bytes: int = _figure(
+        "One registered adapter (LoRAModel) in one worker. Split by expert parallelism; not sliced by tensor"
+        " parallelism, nor cut by pipeline parallelism (vLLM registers the whole adapter in each pipeline rank).",
+        "sum over targeted modules of (rank * inputs + outputs * rank) * itemsize, experts local to the worker",
+    )
+    staged_bytes: int = _figure(
+        "What is kept of one adapter to build it again after an eviction. keep, offload: its tensors as received,"
+        " of the worker's own experts, or of all where one tensor holds all. stage: the packed tensors.",
+        "sum over received tensors of elements * itemsize",
+        stage="packed",
+    )
+    shared_bytes: int = _figure(
+        "The part of the packed tensors that is the staged memory itself. keep, offload: what vLLM takes as it is"
+        " (A of dense modules, B too where its scaling is 1, A of fused experts). stage: all of them.",
+        "sum over packed tensors that vLLM takes as they were staged",
+        stage="packed",
+    )
+    slot_bytes: int = _figure(
+        "The A and B buffers that vLLM allocates at start-up, whatever the adapter targets.",
+        "sum over served modules of max_loras * (A + B elements at max_lora_rank, sliced) * itemsize",
+    )
+    slot_padding_bytes: int = _figure("The part of the slots that the adapter's rank leaves empty.", PADDING)
+    host_bytes: int = _figure(
+        "Pinned host memory with max_cpu_loras adapters registered, of exact size.", ALL, keep="0"
+    )
+    host_pinned_bytes: int = _figure(
+        "The same as it is pinned: by torch's pinned cache, tensor by tensor (offload), or in one block (stage).",
+        "max_cpu_loras * sum over tensors of the next power of two of their bytes",
+        stage=f"max_cpu_loras * sum over packed tensors of their bytes rounded up to a multiple of {BLOCK_ALIGNMENT}",
+        keep="0",
+    )
+    node_host_bytes: int = _figure(
+        "Exact bytes of all workers of one host; each has its own.", "workers_per_node * host"
+    )
+    node_host_pinned_bytes: int = _figure("The same as it is pinned.", "workers_per_node * host_pinned")
+    gpu_resident_bytes: int = _figure(
+        "What stays on the GPU through generation and training.", "slots", keep=f"slots + {ALL}"
+    )
+    gpu_sync_peak_bytes: int = _figure(
+        "The most on the GPU while an adapter is brought in. keep: as resident. offload: with that adapter; the"
+        " others are on the host. stage: with what may be under way (136 MiB, or twice the largest packed tensor,"
+        " or the whole adapter where that is less; more by a stack of the largest where it is cast), without the"
+        " caller's own tensors, which it copies.",
+        f"slots + {ONE}",
+        stage="slots + under_way",
+        keep=f"slots + {ALL}",
+    )
     model: str
     strategy: Strategy
     shape: ModelShape | None = field(default=None, repr=False)
@@ -65,13 +125,30 @@ class Footprint:
         """How many of them the worker holds: `max_cpu_loras`; 1 for a measurement, which has no options."""
         return self.options.max_cpu_loras if self.options else 1
 
+    @property
+    def assumes(self) -> str:
+        """What was chosen for the caller and why, where a figure depends on it; else ""."""
+        return self.options.assumes if self.options else ""
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """Each figure by its name."""
+        return {name: getattr(self, name) for name in FIGURES}
+
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """Each figure with its formula and inputs."""
-        figures = {name: getattr(self, name) for name in FIGURES}
+        return tuple(
+            Line(name, getattr(self, name), *self._formula(name), figure["meaning"]) for name, figure in FIGURES.items()
+        )
+
+    def _formula(self, name: str) -> tuple[str, Mapping[str, Any]]:
         if self.options is None:
-            return tuple(measured_lines(figures, self.found))
-        return tuple(predicted_lines(figures, self.values, self.options))
+            return self.found.get(name, ("measured", {}))
+        formula = FIGURES[name][self.strategy]
+        if code := _code(formula):
+            return formula, {key: value for key, value in self.values.items() if key in code.co_names}
+        return formula, _counted_from(name, self.options)
 
     def phases(self, *, sleep_mode: bool = True) -> dict[str, dict[str, int]]:
         """Bytes of each holder on the GPU, phase by phase of a colocated run.
@@ -97,11 +174,10 @@ class Footprint:
         """
         for line in self.lines:
             if name in (line.name, line.name.removesuffix("_bytes")):
-                holder = {"packed_bytes": "packed", "staged_bytes": "staged", "slot_bytes": "slots"}.get(line.name)
-                rows = self.rows(holder) if holder else iter(())
+                rows = self.rows(_short(line.name)) if _short(line.name) in HOLDERS else ()
                 parts = [f"  {row['module']}: {row['formula']} = {row['bytes']:,}" for row in rows]
                 return "\n".join([line.meaning, str(line), *parts])
-        raise SizingError("name", name, f"must be one of {', '.join(line.name for line in self.lines)}")
+        raise SizingError("name", name, f"must be one of {', '.join(FIGURES)}")
 
     def rows(self, holder: str) -> Iterator[dict[str, Any]]:
         """Each kind of module of one holder: how many, the shapes of its tensors and the bytes of all."""
@@ -112,6 +188,9 @@ class Footprint:
             return (dict(row) for row in self.found_rows if row["holder"] == holder)
         return rows_of(self.shape, self.options, holder)
 
+    def _all_rows(self) -> list[dict[str, Any]]:
+        return [row for holder in HOLDERS for row in self.rows(holder)]
+
     def compare(self, measured: Footprint) -> Comparison:
         """This prediction beside a measurement (or any other footprint), with the differences."""
         return Comparison(self, measured)
@@ -120,7 +199,7 @@ class Footprint:
         """Ready for JSON: figures in bytes, options, formulas and inputs, the GPU by phase, and each kind of module."""
         return {
             "model": self.model,
-            **{name: getattr(self, name) for name in FIGURES},
+            **self.figures,
             "strategy": self.strategy,
             "options": self.options.to_dict() if self.options else {},
             "why": [
@@ -128,15 +207,21 @@ class Footprint:
                 for line in self.lines
             ],
             "phases": self.phases(),
-            "modules": [row for holder in HOLDERS for row in self.rows(holder)],
+            "modules": self._all_rows(),
         }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Footprint:
+        """The figures of a `to_dict`, as another process sent it; neither shape nor options come with it."""
+        found = {line["name"]: (line["formula"], line["inputs"]) for line in plain["why"]}
+        figures, rows = {name: plain[name] for name in FIGURES}, tuple(plain.get("modules", ()))
+        return cls(**figures, model=plain["model"], strategy=plain["strategy"], found=found, found_rows=rows)
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each holder and kind of module: holder, module, count, formula, bytes."""
         import pandas
 
-        rows = [row for holder in HOLDERS for row in self.rows(holder)]
-        return pandas.DataFrame(rows, columns=["holder", "module", "count", "formula", "bytes"])
+        return pandas.DataFrame(self._all_rows(), columns=["holder", "module", "count", "formula", "bytes"])
 
     def plot(self, ax: Any = None) -> Any:
         """Bars of the holders by phase; takes and returns matplotlib's Axes."""
@@ -153,27 +238,52 @@ class Footprint:
         table = html_table(self._title(), ("figure", "bytes", "GiB", "formula"), cells)
         return table + (f"<p>assumed: {html.escape(self.assumes)}</p>" if self.assumes else "")
 
-    @property
-    def assumes(self) -> str:
-        """What was chosen for the caller and why, where a figure depends on it; else ""."""
-        return self.options.assumes if self.options else ""
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Footprint:
-        """The figures of a `to_dict`, as another process sent it; neither shape nor options come with it."""
-        found = {line["name"]: (line["formula"], line["inputs"]) for line in plain["why"]}
-        figures = {name: plain[name] for name in FIGURES}
-        rows = tuple(plain.get("modules", ()))
-        return cls(**figures, model=plain["model"], strategy=plain["strategy"], found=found, found_rows=rows)
-
     def _title(self) -> str:
         rank = f", rank {self.options.rank}" if self.options else ""
         return f"{self.model}{rank}, per worker ({self.strategy})"
 
 
+FIGURES: dict[str, Mapping[str, str]] = {item.name: item.metadata for item in fields(Footprint) if item.metadata}
+"""Each figure by its name, in the order of `Footprint`."""
+
+
+def _short(name: str) -> str:
+    """What formulas call a figure."""
+    return {"slot_bytes": "slots"}.get(name, name.removesuffix("_bytes"))
+
+
+@cache
+def _code(formula: str) -> CodeType | None:
+    return None if "sum over" in formula else compile(formula, "formula", "eval")
+
+
+def evaluate(formula: str, values: Mapping[str, Any]) -> int:
+    """The value of one of the formulas here."""
+    return int(eval(_code(formula) or "", {}, values))
+
+
+def _counted_from(name: str, options: Resolved) -> dict[str, Any]:
+    """The options that a sum over tensors depends on."""
+    if name == "slot_bytes":
+        names = ("max_loras", "max_lora_rank", "tensor_parallel_size", "fully_sharded_loras")
+        return {name: getattr(options, name) for name in names} | {"dtype": options.lora_dtype}
+    if name == "shared_bytes":
+        alphas = {"alpha_pattern": dict(options.alpha_pattern)} if options.alpha_pattern else {}
+        dtypes = {"dtype": options.dtype, "lora_dtype": options.lora_dtype}
+        return {"scaling": options.folded_scaling, **alphas, **dtypes}
+    if name == "host_pinned_bytes":
+        return {"max_cpu_loras": options.max_cpu_loras}
+    adapter: dict[str, Any] = {"rank": options.rank, "target_modules": options.target_modules}
+    if options.rank_pattern:
+        adapter["rank_pattern"] = dict(options.rank_pattern)
+    if options.enable_expert_parallel:
+        adapter["expert_parallel_size"] = options.expert_parallel_size
+    return {**adapter, "dtype": options.lora_dtype if name == "packed_bytes" else options.dtype}
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Two footprints side by side; `difference` is the second less the first, in bytes."""
+    """Two footprints side by side; a difference is the second less the first, in bytes."""
 
     predicted: Footprint
     measured: Footprint
@@ -181,43 +291,32 @@ class Comparison:
     @property
     def difference(self) -> dict[str, int]:
         """Measured less predicted for each figure."""
-        return {name: getattr(self.measured, name) - getattr(self.predicted, name) for name in FIGURES}
+        return {row["figure"]: row["difference"] for row in self.rows()}
 
     @property
     def equal(self) -> bool:
         """Whether the two agree to the byte."""
-        return not any(self.difference.values())
+        return self.predicted.figures == self.measured.figures
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each figure."""
-        sizes = {name: (getattr(self.predicted, name), getattr(self.measured, name)) for name in FIGURES}
-        return [{"figure": name, **_beside(*pair)} for name, pair in sizes.items()]
+        pairs = zip(FIGURES, self.predicted.figures.values(), self.measured.figures.values(), strict=True)
+        return [{"figure": name, **_beside(*pair)} for name, *pair in pairs]
 
     def by_module(self) -> list[dict[str, Any]]:
         """One row for each holder and kind of module that either side has."""
         sizes: dict[tuple[str, str], list[int]] = {}
         for side, result in enumerate((self.predicted, self.measured)):
-            for holder in HOLDERS:
-                for row in result.rows(holder):
-                    sizes.setdefault((holder, row["module"]), [0, 0])[side] += row["bytes"]
-        return [{"holder": holder, "module": module, **_beside(*pair)} for (holder, module), pair in sizes.items()]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return {"equal": self.equal, "figures": self.rows(), "modules": self.by_module()}
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row for each figure."""
-        import pandas
-
-        return pandas.DataFrame(self.rows())
+            for row in result._all_rows():
+                sizes.setdefault((row["holder"], row["module"]), [0, 0])[side] += row["bytes"]
+        rows = [{"holder": holder, "module": module, **_beside(*pair)} for (holder, module), pair in sizes.items()]
+        return sorted(rows, key=lambda row: HOLDERS.index(row["holder"]))
 
     def __repr__(self) -> str:
         """Plain and stable."""
         head = f"{'figure':<20} {'predicted':>20} {'measured':>20} {'difference':>20}"
         body = [
-            f"{row['figure']:<20} {row['predicted']:>20,} {row['measured']:>20,} {row['difference']:>+20,}"
-            for row in self.rows()
+            f"{name:<20} {predicted:>20} {measured:>20} {more:>20}" for name, predicted, measured, more in self._cells()
         ]
         modules = [
             f"  {row['holder']} {row['module']}: {row['predicted']:,} {row['measured']:,} {row['difference']:+,}"
@@ -227,11 +326,11 @@ class Comparison:
         return "\n".join([head, *body, *(["modules that differ:", *modules] if modules else [])])
 
     def _repr_html_(self) -> str:
-        cells = [
-            (row["figure"], f"{row['predicted']:,}", f"{row['measured']:,}", f"{row['difference']:+,}")
-            for row in self.rows()
-        ]
-        return html_table("bytes", ("figure", "predicted", "measured", "difference"), cells)
+        return html_table("bytes", ("figure", "predicted", "measured", "difference"), self._cells())
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        numbers = ("{predicted:,}", "{measured:,}", "{difference:+,}")
+        return [(row["figure"], *(number.format(**row) for number in numbers)) for row in self.rows()]
 
 
 def _beside(predicted: int, measured: int) -> dict[str, int]:
@@ -272,15 +371,10 @@ def footprint(
 
 
 def combine(
-    shape: ModelShape,
-    options: Resolved,
-    slots: int,
-    adapter: AdapterBytes,
-    rows: tuple[Mapping[str, Any], ...] = (),
+    shape: ModelShape, options: Resolved, slots: int, adapter: AdapterBytes, rows: tuple[Mapping[str, Any], ...] = ()
 ) -> Footprint:
     """The footprint of what was counted; `slots` in bytes, `rows` of what the options do not tell."""
-    pinned = adapter.block if options.strategy == "stage" else adapter.pinned
-    values = {
+    values: dict[str, Any] = {
         "slots": slots,
         "packed": adapter.packed,
         "staged": adapter.staged,
@@ -291,10 +385,13 @@ def combine(
         "rank": options.rank,
         "workers_per_node": options.workers_per_node,
         "host": 0,
-        "host_pinned": options.max_cpu_loras * pinned,
+        "host_pinned": options.max_cpu_loras * (adapter.block if options.strategy == "stage" else adapter.pinned),
     }
+    for name, figure in FIGURES.items():
+        if _code(figure[options.strategy]):
+            values[_short(name)] = evaluate(figure[options.strategy], values)
     return Footprint(
-        **compute(options.strategy, values),
+        **{name: values[_short(name)] for name in FIGURES},
         model=shape.name,
         strategy=options.strategy,
         shape=shape,
