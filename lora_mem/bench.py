@@ -13,9 +13,9 @@ import torch
 
 from lora_mem import testing, vllm_hook
 from lora_mem.errors import SizingError
+from lora_mem.observe.profiler import watched
 from lora_mem.observe.progress import progress, say
 from lora_mem.observe.results import Bench, Held, Sync
-from lora_mem.observe.watching import watched
 from lora_mem.sizing.footprints import footprint
 from lora_mem.sizing.options import Options
 from lora_mem.sizing.resolving import slot_rank

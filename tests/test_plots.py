@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from test_report import GIB, bench
 
 from lora_mem.observe.plots import draw, plot_bytes_by_rank, plot_seconds_by_rank, plot_sync
-from lora_mem.observe.results import Bench, is_bench
+from lora_mem.observe.results import Bench
 
 
 def sweep():
@@ -65,12 +65,11 @@ def test_what_was_recorded_under_older_names_is_read():
     values = json.loads(json.dumps(one.to_dict()))
     for sync in values["syncs"]:
         sync["left"], sync["left_reserved"] = sync.pop("retained"), sync.pop("retained_reserved")
-    assert is_bench(values)
     assert Bench.from_dict(values) == one
 
 
 def test_recorded_results_are_read_and_drawn_without_torch():
-    rooms = "plots, profiles, report, results, tables, traces"
+    rooms = "plots, report, results, traces"
     code = f"import sys; from lora_mem.observe import {rooms}; print(*{{'torch', 'vllm'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("\n", "")

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="needs matplotlib")
 pytest.importorskip("torch", reason="needs torch")
 
 from lora_mem.observe import plots
-from lora_mem.observe.profiles import Memory, Phase, Profile, Sample
+from lora_mem.observe.results import Memory, Phase, Profile, Sample
 from lora_mem.observe.traces import RANGE, read_device, read_trace
 
 MIB = 2**20

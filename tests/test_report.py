@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("nbconvert")
 
-from lora_mem.observe.report import ReportError, render
+from lora_mem.observe.report import ReportError, render, tables
 from lora_mem.observe.results import Bench, Sync
-from lora_mem.observe.tables import tables
 
 REPORTS = sorted(path for path in (Path(__file__).parents[1] / "reports").iterdir() if path.is_dir())
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -211,7 +210,7 @@ def test_values_have_units():
 
 def test_a_profile_by_phase():
     pytest.importorskip("torch")
-    from lora_mem.observe.profiles import Memory, Phase, Profile, Traced
+    from lora_mem.observe.results import Memory, Phase, Profile, Traced
 
     before, peak = Memory(0, 0, 0, 0, 0, 0), Memory(3 * 2**20, 0, 0, 0, 0, 0)
     after = Memory(2**20, 0, 0, 5 * 2**20, 2**20, 0)

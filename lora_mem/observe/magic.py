@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
 from lora_mem.observe.profiler import profile
-from lora_mem.observe.profiles import Profile
+from lora_mem.observe.results import Profile
 
 
 def register(shell: Any) -> None:

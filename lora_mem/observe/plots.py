@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.observe.profiles import Memory, Phase, Profile
-from lora_mem.observe.results import Bench, Sync
+from lora_mem.observe.results import Bench, Memory, Phase, Profile, Sync
 from lora_mem.observe.traces import TracedPhase, read_device, read_trace
 from lora_mem.sizing.footprints import Footprint
 from lora_mem.sizing.planning import sweep

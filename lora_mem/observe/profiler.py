@@ -11,29 +11,98 @@ Works without a GPU: what cannot be measured is None, and `Profile.missing` says
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.observe.profiles import Phase, Profile, Sample
 from lora_mem.observe.recorders import sampling, snapshotting, trace_file, tracing
+from lora_mem.observe.results import Memory, Phase, Profile, Sample
 from lora_mem.observe.traces import RANGE, read_trace
-from lora_mem.observe.watching import Watch, memory, most, watched
-from lora_mem.staging.counters import copied
+from lora_mem.staging.counters import copied, pinned_by_torch, resident
+from lora_mem.staging.pinned import HostBlock
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Watch:
+    """A block under way: memory as it began, the most since and, once it is over, memory as it ended."""
+
+    def __init__(self, before: Memory) -> None:
+        self.before = self.peak = self.after = before
+
+
+_watches: list[Watch] = []  # under way: torch's peak counters are one for all of them
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """The most memory in a block, as `peak` once it is over; phases in it and profiles around it lose nothing by it."""
+    watch = Watch(current_memory())
+    _watches.append(watch)
+    try:
+        yield watch
+    finally:
+        watch.after = current_memory()
+        _watches.remove(watch)
+
+
+def current_memory() -> Memory:
+    """Memory now; torch's peaks since the last call are told to every block under way, and reset.
+
+    Use it in place of `torch.cuda.reset_peak_memory_stats` in code that is profiled: the counters are one for all.
+    """
+    now, peak = _read_memory()
+    for watch in _watches:
+        watch.peak = _most([watch.peak, peak])
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    return now
+
+
+def _read_memory() -> tuple[Memory, Memory]:
+    """Memory now, and the same with the peaks that torch has counted."""
+    initialized = torch.cuda.is_initialized()
+    gpu = initialized or torch.cuda.is_available()
+    stats = torch.cuda.memory_stats() if initialized else {}
+    free, total = torch.cuda.mem_get_info() if initialized else (0, 0)
+
+    def counted(when: str) -> dict[str, Any]:
+        return {kind: stats.get(f"{kind}_bytes.all.{when}", 0) if gpu else None for kind in ("allocated", "reserved")}
+
+    now = Memory(
+        **counted("current"),
+        device_used=total - free if initialized else None,
+        pinned=HostBlock.pinned_bytes,
+        pinned_by_torch=pinned_by_torch(),
+        host_resident=resident(),
+    )
+    return now, replace(now, **counted("peak"))
+
+
+def _most(memories: Iterable[Memory]) -> Memory:
+    """The largest of each figure; None where it was never known."""
+    columns: Iterable[tuple[Any, ...]] = zip(*(vars(one).values() for one in memories), strict=True)
+    figures: list[Any] = [max((n for n in column if n is not None), default=None) for column in columns]
+    return Memory(*figures)
+
+
+# -------------------------------------------------------------------------------------------------------------- phases
+
 
 _open: list[Profiler] = []
 
@@ -49,29 +118,24 @@ class Profiler:
         snapshot: str | Path | None = None,
         synchronize: bool = True,
         sample_every: float | None = None,
-        device: int | None = None,
     ) -> None:
         number = isinstance(sample_every, int | float) and not isinstance(sample_every, bool)
         if sample_every is not None and not (number and 0 < sample_every <= threading.TIMEOUT_MAX):
             raise ValueError(f"sample_every is {sample_every!r}; it must be a number of seconds above 0, or None")
-        if device is not None and (not isinstance(device, int) or isinstance(device, bool) or device < 0):
-            raise ValueError(f"device is {device!r}; it must be a GPU's index from 0, or None for the current one")
-        self._trace = _path("trace", trace)
+        self._trace, self._snapshot = _path("trace", trace), _path("snapshot", snapshot)
         if self._trace is not None and not self._trace.name.endswith((".json", ".json.gz")) and self._trace.suffix:
             raise ValueError(f"trace is {str(trace)!r}; it must end in .json or .json.gz, or be a directory")
         self._trace_ops = trace_ops
-        self._snapshot = _path("snapshot", snapshot)
         self._synchronize = synchronize
         self._sample_every = sample_every
-        self._device = device
         self._block: ExitStack | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._result: Profile | None = None
-        self._begun = self._depth = 0
-        # By the order in which phases began: fields of `Phase` that are known as one ends, its memory, its CUDA events.
-        self._ended: dict[int, tuple[dict[str, Any], Watch, list[torch.cuda.Event]]] = {}
+        self._depth = 0
+        self._events: list[list[torch.cuda.Event]] = []  # of each phase, in the order in which they began
+        self._ended: dict[int, Phase] = {}  # by that order
         self._samples: list[Sample] = []
         self._missing: list[str] = []
         self._written: dict[str, Path] = {}
@@ -97,14 +161,13 @@ class Profiler:
         """
         if self not in _open:
             raise RuntimeError(f"phase {name!r} lies outside of the profiled block; open it inside")
-        place, depth, error, seconds = self._begun, self._depth, "", 0.0
-        self._begun += 1
-        self._depth += 1
+        place, depth, error, began, seconds = len(self._events), self._depth, "", 0.0, 0.0
         events: list[torch.cuda.Event] = []
+        self._events.append(events)
+        self._depth += 1
         to_host, to_device = copied.to_host, copied.to_device
-        with watched(self._device) as watch:
-            began = time.perf_counter()
-            try:
+        try:
+            with watched() as watch:
                 self._wait()
                 self._mark(events)
                 began = time.perf_counter()
@@ -115,22 +178,29 @@ class Profiler:
                         self._mark(events)
                         self._wait()
                         seconds = time.perf_counter() - began
-            except BaseException as raised:
-                error = f"{type(raised).__name__}: {raised}"
-                raise
-            finally:
-                self._depth = depth
-                fields = {"name": name, "depth": depth - 1, "error": error}  # the whole block is no phase
-                fields |= {"start": began - self._zero, "seconds": seconds}
-                fields |= {"to_host": copied.to_host - to_host, "to_device": copied.to_device - to_device}
-                self._ended[place] = fields, watch, events
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            self._depth = depth
+            self._ended[place] = Phase(
+                name=name,
+                depth=max(0, depth - 1),  # the whole block is no phase
+                start=began - self._zero,
+                seconds=seconds,
+                device_seconds=None,  # once the device has passed its events
+                before=watch.before,
+                peak=watch.peak,
+                after=watch.after,
+                to_host=copied.to_host - to_host,
+                to_device=copied.to_device - to_device,
+                error=error,
+            )
 
     def __enter__(self) -> Profiler:
         """Begin; the profiler itself."""
         if self._block is not None:
             raise RuntimeError("this profile is running already; make another one with profile()")
-        if any(other._device != self._device for other in _open):
-            raise RuntimeError("a profile of another device is open: torch's peak counters are read for one at a time")
         self._reset()
         with ExitStack() as stack:
             self._record(stack)
@@ -201,17 +271,18 @@ class Profiler:
             )
 
     def _sample(self) -> None:
-        self._samples.append(Sample(time.perf_counter() - self._zero, memory(self._device)))
+        self._samples.append(Sample(time.perf_counter() - self._zero, _read_memory()[0]))
 
     def _finish(self) -> None:
-        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._wait(always=True)
+        gpu = torch.cuda.is_initialized()
+        if gpu:
+            torch.cuda.synchronize()
         # A generator that was never closed has phases that never ended.
-        found = [self._finished(*self._ended[place]) for place in sorted(self._ended)]
+        found = [self._with_device_seconds_and_samples(place) for place in sorted(self._ended)]
         if gpu and "trace" in self._written:
             traced = read_trace(self._written["trace"])
             if len(traced) == len(found):
-                found = [dataclasses.replace(p, traced=t.traced) for p, t in zip(found, traced, strict=True)]
+                found = [replace(phase, traced=seen.traced) for phase, seen in zip(found, traced, strict=True)]
             else:
                 self._missing.append(
                     f"what the device did, by phase: the trace has {len(traced)} of {len(found)} phases"
@@ -219,25 +290,22 @@ class Profiler:
         versions = {"torch": str(torch.__version__)}
         if "vllm" in sys.modules:
             versions["vllm"] = str(getattr(sys.modules["vllm"], "__version__", "unknown"))
+        total, *phases = found
         self._result = Profile(
-            device=torch.cuda.get_device_name(self._device) if gpu else "cpu",
+            device=torch.cuda.get_device_name() if gpu else "cpu",
             versions=versions,
-            total=dataclasses.replace(found[0], depth=0),
-            phases=tuple(found[1:]),
+            total=total,
+            phases=tuple(phases),
             samples=tuple(self._samples),
             missing=tuple(self._missing),
             **{what: str(path) for what, path in self._written.items()},
         )
 
-    def _finished(self, fields: dict[str, Any], watch: Watch, events: list[torch.cuda.Event]) -> Phase:
-        inside = [s.memory for s in self._samples if 0 <= s.seconds - fields["start"] <= fields["seconds"]]
-        return Phase(
-            **fields,
-            device_seconds=events[0].elapsed_time(events[1]) / 1e3 if len(events) == 2 else None,
-            before=watch.before,
-            peak=most([watch.peak, *inside]),
-            after=watch.after,
-        )
+    def _with_device_seconds_and_samples(self, place: int) -> Phase:
+        phase, events = self._ended[place], self._events[place]
+        inside = [sample.memory for sample in self._samples if 0 <= sample.seconds - phase.start <= phase.seconds]
+        device_seconds = events[0].elapsed_time(events[1]) / 1e3 if len(events) == 2 else None
+        return replace(phase, device_seconds=device_seconds, peak=_most([phase.peak, *inside]))
 
     def _range(self, name: str) -> AbstractContextManager[Any]:
         """The phase as a range for torch's profiler: by one of several open profiles, the one that traces."""
@@ -247,12 +315,12 @@ class Profiler:
     def _mark(self, events: list[torch.cuda.Event]) -> None:
         if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
+            event.record()
             events.append(event)
 
-    def _wait(self, *, always: bool = False) -> None:
-        if (self._synchronize or always) and torch.cuda.is_initialized():
-            torch.cuda.synchronize(self._device)
+    def _wait(self) -> None:
+        if self._synchronize and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
 
 def _path(option: str, value: Any) -> Path | None:
@@ -271,7 +339,6 @@ def profile(
     snapshot: str | Path | None = None,
     synchronize: bool = True,
     sample_every: float | None = None,
-    device: int | None = None,
 ) -> Profiler: ...
 def profile(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Profile a block, or each call of a function: `with profile() as p`, `@profile`, `@profile(trace="traces")`.
@@ -286,11 +353,10 @@ def profile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
             changes nothing in what the GPU does when; then `seconds` are the host's alone.
         sample_every: seconds between samples of memory, taken by a thread: a timeline, and peaks of what torch does
             not count.
-        device: index of the GPU; default the current one.
 
     Resets torch's peak counters (`torch.cuda.reset_peak_memory_stats`) where a phase begins and ends. Without options a
     phase costs some tens of microseconds, and waiting for the GPU. Profiles can be nested; each sees all phases that
-    the hook records, and those of `lora_mem.observe.profiler.phase`.
+    the hook records, and those of `lora_mem.observe.profiler.phase`. The GPU is torch's current one.
 
     Raises:
         ValueError: an option that is not allowed.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_mem.observe.profiles import Traced
+from lora_mem.observe.results import Traced
 
 RANGE = "lora_mem: "
 """Before a phase's name in a trace."""

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.observe import profiles
-from lora_mem.observe.profiler import phase, profile
-from lora_mem.observe.profiles import Profile
-from lora_mem.observe.watching import Watch, memory_and_peak, watched
+from lora_mem.observe.profiler import Watch, current_memory, phase, profile, watched
+from lora_mem.observe.results import Phase, Profile
 from lora_mem.testing.adapters import factors, is_expert, modules_named, random_adapter, save_adapter
 from lora_mem.testing.engine import device_memory, generate, one_digest, slot_digests, synchronize
 from lora_mem.testing.models import device_at_hand
@@ -162,7 +160,7 @@ def _drop(*lora_int_ids: int) -> None:
 
 
 def _snapshot(name: str, milliseconds: float | None, manager: Any, memory: Watch) -> Moment:
-    now, _ = memory_and_peak()
+    now = current_memory()
     most, memory.peak = memory.peak, now  # the next moment's peak counts from here
     return Moment(
         name=name,
@@ -265,7 +263,7 @@ class Returns:
     slots: tuple[dict[str, int], ...] = field(repr=False)
     registered_b: tuple[float, ...]
 
-    def returns(self, name: str) -> list[profiles.Phase]:
+    def returns(self, name: str) -> list[Phase]:
         """Each "activate" or "rebuild" that brought the adapter back."""
         return [found for found in self.profile.phases if found.name == name and found.depth == 0]
 

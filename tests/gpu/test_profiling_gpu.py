@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from test_profiling import cost_of_a_phase  # noqa: E402
 
 import lora_mem  # noqa: E402
-from lora_mem.observe.watching import watched  # noqa: E402
+from lora_mem.observe.profiler import watched  # noqa: E402
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
 from lora_mem.staging.pinned import HostBlock  # noqa: E402
 
