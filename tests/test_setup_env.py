@@ -54,7 +54,9 @@ def test_python(version, allowed):
     ("settings", "message"),
     [
         ({"PIP_NO_INDEX": "1"}, "No matching distribution found for setuptools"),
-        ({"PIP_INDEX_URL": "http://127.0.0.1:9/simple"}, "reaches no package registry"),
+        pytest.param(
+            {"PIP_INDEX_URL": "http://127.0.0.1:9/simple"}, "reaches no package registry", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_without_a_registry_and_after_a_broken_run(project, settings, message):
@@ -120,8 +122,22 @@ def test_an_existing_interpreter_that_will_not_do(project, interpreter, message)
     assert message in done.stderr
 
 
-def test_where_torchs_cpu_build_comes_from_is_asked_for(monkeypatch):
-    missing = "ERROR: No matching distribution found for torch==2.13.0+cpu; platform_machine"
-    monkeypatch.setattr(setup_env, "pip", lambda *arguments: SimpleNamespace(returncode=1, stdout=missing))
-    with pytest.raises(setup_env.SetupError, match=r"no torch==2\.13\.0\+cpu, .* set PIP_EXTRA_INDEX_URL"):
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            "ERROR: No matching distribution found for torch==2.13.0+cpu; platform_machine",
+            r"no torch==2\.13\.0\+cpu, .* set PIP_EXTRA_INDEX_URL",
+        ),
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError(...)'\n"
+            "ERROR: No matching distribution found for setuptools>=68",
+            "reaches no package registry; check the network",
+        ),
+        ("ERROR: Could not install packages: [Errno 28] No space left on device", "the disk is full"),
+    ],
+)
+def test_what_pip_says_is_put_in_a_line(monkeypatch, output, message):
+    monkeypatch.setattr(setup_env, "pip", lambda *arguments: SimpleNamespace(returncode=1, stdout=output))
+    with pytest.raises(setup_env.SetupError, match=message):
         setup_env.install(Path("python"), "cpu")
