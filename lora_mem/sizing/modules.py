@@ -89,9 +89,9 @@ class Group:
     peft_prefix: str | None = None
 
     @property
-    def count(self) -> int:
-        """How many times each module exists."""
-        return len(self.layers) if self.stage == "layers" else 1
+    def numbers(self) -> tuple[int, ...]:
+        """The layers' numbers; 0 stands for modules outside the layers."""
+        return self.layers if self.stage == "layers" else (0,)
 
     def path(self, layer: int | None, module: Module) -> str:
         """Path of a module in vLLM; `layer` None leaves the layer's number open, as `*`."""

@@ -212,7 +212,7 @@ def _all(shape: ModelShape) -> Iterator[tuple[Group, Module, int]]:
     """Each module of each layer; outside of the layers with 0 for the layer."""
     for group in shape.groups:
         for module in group.modules:
-            for layer in group.layers or (0,):
+            for layer in group.numbers:
                 yield group, module, layer
 
 

@@ -255,7 +255,7 @@ def serve(shape: ModelShape, max_lora_rank: int, *, mixed: bool = False, shared:
     places: dict[str, tuple[str, Module, int]] = {}
     renamed: dict[str, str] = {}
     for group in shape.groups:
-        for layer, module in itertools.product(group.layers if group.stage == "layers" else (0,), group.modules):
+        for layer, module in itertools.product(group.numbers, group.modules):
             path, found = group.path(layer, module), {}
             if isinstance(module, Experts):
                 experts[path] = _expert_layer(module, path, mixed=mixed, shared=shared)

@@ -61,7 +61,7 @@ class ModelShape:
         named = [
             (group.path(layer, module), module)
             for group in self.groups
-            for layer in (group.layers if group.stage == "layers" else (0,))
+            for layer in group.numbers
             for module in group.modules
         ]
         return iter(sorted(named, key=lambda item: _order(item[0])))
@@ -73,7 +73,7 @@ class ModelShape:
 
     def __repr__(self) -> str:
         """Plain and stable: name, architecture, layers and modules."""
-        modules = sum(group.count * len(group.modules) for group in self.groups)
+        modules = sum(len(group.numbers) * len(group.modules) for group in self.groups)
         return f"ModelShape({self.name!r}, {self.architecture}, layers={self.num_hidden_layers}, modules={modules})"
 
 

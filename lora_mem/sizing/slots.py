@@ -6,6 +6,7 @@ and pipeline ranks (`get_pp_indices`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from lora_mem.errors import SizingError
@@ -18,12 +19,7 @@ from lora_mem.sizing.tensors import Tensor, local_experts, uses_3d_wrapper
 
 
 def slot_tensors(module: Module, options: Resolved) -> list[Tensor]:
-    """The slot buffers of one module in one worker, named and shaped as vLLM allocates them.
-
-    Raises:
-        SizingError: `tensor_parallel_size` or `max_lora_rank` does not divide as vLLM requires.
-
-    """
+    """The slot buffers of one module in one worker, named and shaped as vLLM allocates them."""
     if isinstance(module, Experts):
         return _expert_slots(module, options)
     loras, rank, sharded = options.max_loras, options.max_lora_rank, options.fully_sharded_loras
@@ -57,49 +53,42 @@ def _has_sharded_class(module: Linear, tp: int) -> bool:
 def _expert_slots(module: Experts, options: Resolved) -> list[Tensor]:
     loras, rank, tp = options.max_loras, options.max_lora_rank, options.expert_tensor_parallel_size
     round_hidden, round_inter = MOE_BACKENDS[options.moe_backend]
-    hidden, sharded = _round_up(module.hidden_size, round_hidden), options.fully_sharded_loras
-    local = local_experts(module, options)
+    hidden, local = _round_up(module.hidden_size, round_hidden), local_experts(module, options)
     inter = _round_up(_divide(module.intermediate_size, tp, module, "intermediate size"), round_inter)
-    rank_a = _divide(rank, tp, module, "max_lora_rank") if sharded else rank
-    hidden_b = _divide(hidden, tp, module, "hidden size") if sharded else hidden
-    outer = 1 if options.enable_moe_shared_loras else local
+    rank_a, hidden_b, outer = rank, hidden, 1 if options.enable_moe_shared_loras else local
+    if options.fully_sharded_loras:
+        rank_a = _divide(rank, tp, module, "max_lora_rank")
+        hidden_b = _divide(hidden, tp, module, "hidden size")
     slices, width = (1, inter) if module.layout == "non_gated" else (2, inter)
     if uses_3d_wrapper(module, options):
         slices, width = 1, 2 * inter
-    a = [Tensor(f"w13_lora_a_stacked[{i}]", (loras, outer, rank_a, hidden)) for i in range(slices)]
-    b = [Tensor(f"w13_lora_b_stacked[{i}]", (loras, local, width, rank)) for i in range(slices)]
     return [
-        *a,
+        *(Tensor(f"w13_lora_a_stacked[{i}]", (loras, outer, rank_a, hidden)) for i in range(slices)),
         Tensor("w2_lora_a_stacked[0]", (loras, local, rank, inter)),
-        *b,
+        *(Tensor(f"w13_lora_b_stacked[{i}]", (loras, local, width, rank)) for i in range(slices)),
         Tensor("w2_lora_b_stacked[0]", (loras, outer, hidden_b, rank)),
     ]
 
 
-def slices_per_rank(module: Linear, tensor_parallel_size: int) -> tuple[int, ...]:
+def slices_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
     """Output sizes of the slots of a column-parallel module in one worker.
 
     Key and value heads, and slices named so, are replicated where there are fewer heads than ranks.
-
-    Raises:
-        SizingError: `tensor_parallel_size` does not divide as vLLM requires.
-
     """
-    tp = tensor_parallel_size
-    if module.kind == "qkv":
-        return _qkv_per_rank(module, tp)
     if module.kind == "mamba":
         return _mamba_per_rank(module, tp)
+    is_qkv = module.kind == "qkv"
     widths = []
-    for index, size in enumerate(module.slices):
-        if index in module.replicated:
-            heads = module.heads[index]
-            widths.append(size // heads * _replicated_heads(heads, tp, module, "number of heads"))
+    for index, (size, heads) in enumerate(itertools.zip_longest(module.slices, module.heads)):
+        if index in ((1, 2) if is_qkv else module.replicated):
+            local = _replicated_heads(heads, tp, module, "num_key_value_heads" if is_qkv else "number of heads")
+            widths.append(size // heads * local)
         else:
-            if module.heads:
-                _divide(module.heads[index], tp, module, "number of heads")
+            if heads:
+                _divide(heads, tp, module, "num_attention_heads" if is_qkv else "number of heads")
             widths.append(_divide(size, tp, module, "output size"))
-    return tuple(widths)
+    # q, k and v of one tensor in the checkpoint: QKVParallelLinearWithLoRA has one slot for the three.
+    return (sum(widths),) if is_qkv and len(module.children) == 1 else tuple(widths)
 
 
 def _replicated_heads(heads: int, tp: int, module: Linear, what: str) -> int:
@@ -111,18 +100,6 @@ def _replicated_heads(heads: int, tp: int, module: Linear, what: str) -> int:
     return 1
 
 
-def _qkv_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
-    heads, kv_heads, _ = module.heads
-    local = _divide(heads, tp, module, "num_attention_heads")
-    local_kv = _replicated_heads(kv_heads, tp, module, "num_key_value_heads")
-    counts = (local, local_kv, local_kv)
-    widths = tuple(
-        size // total * count for size, total, count in zip(module.slices, module.heads, counts, strict=True)
-    )
-    # One tensor in the checkpoint: QKVParallelLinearWithLoRA has one slot for the three.
-    return widths if len(module.children) > 1 else (sum(widths),)
-
-
 def _mamba_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
     """Slices of MambaMixer2's in_proj or conv1d in one worker.
 
@@ -130,16 +107,14 @@ def _mamba_per_rank(module: Linear, tp: int) -> tuple[int, ...]:
     builds the module as one ColumnParallelLinear with a single slot.
     """
     groups = min(module.heads)
-    if groups % tp == 0:
-        return tuple(_divide(size, tp, module, "output size") for size in module.slices)
-    if groups != 1:
+    if groups != 1 and groups % tp:
         raise SizingError("tensor_parallel_size", tp, f"must divide the groups of {module.name}, which are {groups}")
-    return (
-        sum(
-            size if heads == 1 else _divide(size, tp, module, "output size")
-            for size, heads in zip(module.slices, module.heads, strict=True)
-        ),
+    extended = groups % tp != 0
+    widths = tuple(
+        size if extended and heads == 1 else _divide(size, tp, module, "output size")
+        for size, heads in zip(module.slices, module.heads, strict=True)
     )
+    return (sum(widths),) if extended else widths
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -212,7 +212,7 @@ def _adapted(shape: ModelShape, options: Resolved) -> Iterator[str]:
         for module in group.modules:
             taken = chosen(module, options)
             one_by_one = isinstance(module, Experts) and not options.experts_in_one_tensor
-            for layer in group.layers if group.stage == "layers" and any(taken) else (0,):
+            for layer in group.numbers if any(taken) else ():
                 path = group.peft_path(layer, module)
                 for expert in range(module.num_experts) if isinstance(module, Experts) and one_by_one else (0,):
                     paths = child_paths(module, options, path, expert)

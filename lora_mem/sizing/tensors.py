@@ -59,11 +59,10 @@ def adapter_modules(shape: ModelShape, options: Resolved) -> Iterator[AdapterMod
             path = group.path(None, module)
             dtypes = ((options.dtype, options.dtype),) * len(taken)
             if options.rank_pattern or options.alpha_pattern:
-                layers = group.layers if group.stage == "layers" else (0,)
-                kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
+                kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in group.numbers)
             else:
                 unscaled = options.folded_scaling == 1
-                kinds = Counter({tuple((options.rank * is_in, unscaled) for is_in in taken): group.count})
+                kinds = Counter({tuple((options.rank * is_in, unscaled) for is_in in taken): len(group.numbers)})
             for kind, count in kinds.items():
                 ranks, ones = zip(*kind, strict=True)
                 yield AdapterModule(path, module, count, ranks, dtypes, ones)
