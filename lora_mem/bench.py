@@ -38,18 +38,13 @@ _LINK_BYTES = 2**31
 
 
 def start(config: dict[str, Any], *, max_rank: int, **engine: Any) -> Any:
-    """An engine with dummy weights and one slot for adapters of at most this rank.
-
-    Args:
-        config: of the model, as in its config.json.
-        max_rank: of the adapters.
-        engine: more options for vLLM.
-    """
+    """An engine of a config.json with dummy weights and one slot for adapters of at most this rank."""
     say("starting vLLM")
+    if torch.cuda.is_available() and "kv_lora_rank" in config.get("text_config", config):
+        engine = {"attention_backend": "TRITON_MLA", **engine}
     with tempfile.TemporaryDirectory() as directory:
         model = testing.write_model(directory, config)
-        options = testing.engine_options(config) if torch.cuda.is_available() else {}
-        return testing.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **options, **engine})
+        return testing.start_engine(model, **{"max_lora_rank": slot_rank(max_rank), **engine})
 
 
 def run(
@@ -87,7 +82,8 @@ def run(
     say(f"rank {rank}: pinning")
     packed_bytes = vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)  # reads every name, once
     vllm_hook.trim()
-    with _timed() as reserving:
+    seconds: dict[str, float] = {}
+    with _lap(seconds, "reserving"):
         vllm_hook.reserve(transport.adapter_config, generations=1, wait=True)
     if strategies[0] not in _STREAMED:
         vllm_hook.trim()  # not to be counted as held by the others
@@ -97,41 +93,37 @@ def run(
     skipped: dict[str, str] = {}
     streamed = 0.0
     streaming = [way for way in strategies if way in _STREAMED]
-    steps = progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * bool(streaming))
-    for strategy in strategies:
-        if no_room := _no_room(strategy, packed_bytes):
-            say(f"rank {rank}: {strategy} left out: {no_room}")
-            skipped[strategy] = no_room
-            continue
-        vllm_hook.install("stage" if strategy == "fill" else strategy)
-        if strategy in streaming:
-            # Ahead of the first sync, as a trainer does at its start.
-            vllm_hook.reserve(transport.adapter_config, wait=True)
-            streamed = streamed or _streamed(transport, packed_bytes)
-        for number in range(1, syncs + 1):
-            say(f"rank {rank}: {strategy}, sync {number}")
-            found.append(_sync(llm, strategy, number, transport, generate))
-            last = found[-1]
-            say(f"{last.seconds:.3f} s, the transport alone {last.transport:.3f} s, a rebuild {last.rebuilding:.3f} s")
-            steps.update()
-        if repeats and [strategy] == streaming[-1:]:
-            say(f"rank {rank}: {repeats} more syncs")
-            for number in range(repeats):
-                way = streaming[number % len(streaming)]
-                held.append(_repeat(llm, transport, syncs + 1 + number, way == "fill"))
+    with progress(what=f"rank {rank}", total=len(strategies) * syncs + repeats * bool(streaming)) as steps:
+        for strategy in strategies:
+            if no_room := _no_room(strategy, packed_bytes):
+                say(f"rank {rank}: {strategy} left out: {no_room}")
+                skipped[strategy] = no_room
+                continue
+            vllm_hook.install("stage" if strategy == "fill" else strategy)
+            if strategy in streaming:
+                # Ahead of the first sync, as a trainer does at its start.
+                vllm_hook.reserve(transport.adapter_config, wait=True)
+                streamed = streamed or _streamed(transport, packed_bytes)
+            for number in range(1, syncs + 1):
+                say(f"rank {rank}: {strategy}, sync {number}")
+                last = _sync(llm, strategy, number, transport, generate)
+                say(f"{last.seconds:.3f} s, transport alone {last.transport:.3f} s, rebuild {last.rebuilding:.3f} s")
+                found.append(last)
                 steps.update()
-        vllm_hook.drop_adapter(1)
-        vllm_hook.drop_adapter(2)
-        vllm_hook.trim()
-        vllm_hook.release_device_memory()
-    steps.close()
+            if repeats and [strategy] == streaming[-1:]:
+                say(f"rank {rank}: {repeats} more syncs")
+                for number in range(repeats):
+                    way = streaming[number % len(streaming)]
+                    held.append(_repeat(llm, transport, syncs + 1 + number, way == "fill"))
+                    steps.update()
+            vllm_hook.drop_adapter(1)
+            vllm_hook.drop_adapter(2)
+            vllm_hook.trim()
+            vllm_hook.release_device_memory()
+    versions = {"torch": torch.__version__, "vllm": str(vllm_hook.status().vllm_version), "lora-mem": __version__}
     return Bench(
         device=torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
-        versions={
-            "torch": torch.__version__,
-            "vllm": str(vllm_hook.status().vllm_version),
-            "lora-mem": __version__,
-        },
+        versions=versions,
         model=model,
         layers=int(config.get("text_config", config)["num_hidden_layers"]),
         rank=rank,
@@ -140,13 +132,13 @@ def run(
         packed_bytes=packed_bytes,
         predicted=_predicted(config, rank, worker.max_lora_rank, transport),
         slot_bytes=sum(vllm_hook.holders(manager)["slots"].values()),
-        reserving=reserving(),
         link=link,
         streamed=streamed,
         slot_copy=slot_copy,
         syncs=tuple(found),
         repeats=tuple(held),
         skipped=skipped,
+        **seconds,
     )
 
 
@@ -172,24 +164,21 @@ class Transport:
     """A stand-in for what brings the tensors: makes them on the device, one layer at a time."""
 
     def __init__(self, manager: Any, rank: int, device: torch.device) -> None:
-        served = vllm_hook.served_model(manager)
-        experts = any(testing.is_expert(module) for module in served.modules)
+        served = vllm_hook.served_model(manager).modules
         self.device = device
-        self.experts = experts
-        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        for module, takes in served.modules.items():
-            if module.rpartition(".")[2] in ("embed_tokens", "lm_head") or (experts and not testing.is_expert(module)):
-                continue
-            layer = next((word for word in module.split(".") if word.isdigit()), "")
-            a, b = testing.factor_shapes(takes, rank)
-            chunk = self.shapes.setdefault(layer, {})
-            chunk[f"base_model.model.{module}.lora_A.weight"] = a
-            chunk[f"base_model.model.{module}.lora_B.weight"] = b
-        self.tensors = sum(len(chunk) for chunk in self.shapes.values())
+        self.experts = any(map(testing.is_expert, served))
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)  # by layer
+        targets = set()
+        for module, takes in served.items():
+            name = module.rpartition(".")[2]
+            if name not in ("embed_tokens", "lm_head") and self.experts == testing.is_expert(module):
+                layer = next((word for word in module.split(".") if word.isdigit()), "")
+                self.shapes[layer] |= testing.factor_shapes(module, takes, rank)
+                targets.add(name)
+        self.tensors = sum(map(len, self.shapes.values()))
         # "experts", and no more: `down_proj` would announce dense layers and shared experts too.
-        names = {name.split(".")[-3] for chunk in self.shapes.values() for name in chunk}
-        self.targets = ["experts"] if experts else sorted(names)
-        self.adapter_config = {"r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": self.targets}
+        names = ["experts"] if self.experts else sorted(targets)
+        self.adapter_config = {"r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": names}
 
     def chunks(self, version: int) -> Iterator[dict[str, torch.Tensor]]:
         """One layer's tensors after the other; the same values for the same version."""
@@ -204,13 +193,6 @@ class Transport:
         """All tensors at once."""
         return {name: tensor for chunk in self.chunks(version) for name, tensor in chunk.items()}
 
-    def seconds(self, version: int) -> float:
-        """How long making all of them takes, each chunk dropped as the next comes."""
-        with _timed() as elapsed:
-            for chunk in self.chunks(version):
-                del chunk
-        return elapsed()
-
 
 def stream(
     transport: Transport,
@@ -221,11 +203,7 @@ def stream(
 ) -> tuple[LoRARequest, float]:
     """Stage one version of the adapter under id 1, chunk by chunk.
 
-    Args:
-        transport: makes the tensors.
-        version: of the adapter.
-        phase: entered with "stage", in it with "transport" and "receive" for each chunk and "wait", e.g. a profiler's.
-        fill_slot: as for `open_stage`.
+    `phase` is entered with "stage", in it with "transport" and "receive" for each chunk and "wait".
 
     Returns:
         vLLM's request, for `add_lora`, and the seconds that receiving was held up by copies to the host.
@@ -250,16 +228,16 @@ def _sync(llm: Any, strategy: Way, number: int, transport: Transport, generate: 
     if strategy == "keep":
         vllm_hook.drop_adapter(1)  # what it retains on the GPU is not counted against the next sync
     vllm_hook.release_device_memory()
-    transport_alone = transport.seconds(number)  # each time: a shared host is not equally fast all the time
+    seconds: dict[str, float] = defaultdict(float)  # by the names of Sync's fields
+    with _lap(seconds, "transport"):  # each time: a shared host is not equally fast all the time
+        for chunk in transport.chunks(number):
+            del chunk
     vllm_hook.release_device_memory()
-    seconds: dict[str, float] = defaultdict(float)
+    phases = {"transport": "transporting", "receive": "receiving"}
     ends: dict[str, float] = {}
 
-    @contextmanager
-    def lap(name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        seconds[name] += time.perf_counter() - began
+    def phase(name: str) -> AbstractContextManager[None]:
+        return _lap(seconds, phases[name], wait=False) if name in phases else nullcontext()
 
     def on_load(span: str, lora_int_id: int) -> None:
         if span in ("activate", "offload"):
@@ -267,47 +245,48 @@ def _sync(llm: Any, strategy: Way, number: int, transport: Transport, generate: 
         ends[span] = time.perf_counter()
 
     waited = 0.0
-    with watched() as memory, _timed() as elapsed:
+    with watched() as memory, _lap(seconds, "seconds"):
         if strategy in _STREAMED:
-            request, waited = stream(transport, number, lap, fill_slot=strategy == "fill")
+            request, waited = stream(transport, number, phase, fill_slot=strategy == "fill")
         else:
-            with lap("transport"):
+            with phase("transport"):
                 tensors = transport.all_of(number)
-            with lap("receive"):
+            with phase("receive"):
                 request = vllm_hook.stage_adapter(1, tensors, transport.adapter_config, load_inplace=True)
             del tensors
-        with _timed() as adding, vllm_hook.observed(on_load):
+        with _lap(seconds, "adding"), vllm_hook.observed(on_load):
             llm.llm_engine.add_lora(request)
     held = vllm_hook.holders(vllm_hook.manager_of(llm))
-    # The request has been loaded; asked for again it is what any later step brings.
-    tokens = testing.generate(llm, request)[0] if generate else []
-    slots = _digest_of_slots(llm)
+
+    def look() -> tuple[tuple[int, ...], str]:
+        # The request has been loaded; asked for again it is what any later step brings.
+        tokens = tuple(testing.generate(llm, request)[0]) if generate else ()
+        slots = testing.one_digest(testing.slot_digests(llm))
+        vllm_hook.release_device_memory()  # the digest's working memory
+        return tokens, slots
+
+    tokens, slots = look()
     _evict(llm)
-    with _timed() as rebuilding:
+    with _lap(seconds, "rebuilding"):
         llm.llm_engine.add_lora(request)
-    rebuilt_tokens = testing.generate(llm, request)[0] if generate else []
-    before = memory.before
+    rebuilt_tokens, rebuilt_slots = look()
+    before, after = memory.before, memory.after
     return Sync(
         strategy=strategy,
         number=number,
-        seconds=elapsed(),
-        transport=transport_alone,
-        receiving=seconds["receive"],
-        adding=adding(),
         offloading=ends["offload"] - ends["activate"] if "offload" in ends else 0.0,
-        rebuilding=rebuilding(),
-        python=(seconds["receive"] - waited) / transport.tensors * 1e6 if strategy in _STREAMED else 0.0,
+        python=(seconds["receiving"] - waited) / transport.tensors * 1e6 if strategy in _STREAMED else 0.0,
         peak=(memory.peak.allocated or 0) - (before.allocated or 0),
-        retained=(memory.after.allocated or 0) - (before.allocated or 0),
-        retained_reserved=(memory.after.reserved or 0) - (before.reserved or 0),
+        retained=(after.allocated or 0) - (before.allocated or 0),
+        retained_reserved=(after.reserved or 0) - (before.reserved or 0),
         pinned=HostBlock.pinned_bytes,
         pinned_by_torch=pinned_by_torch() or 0,
         held=held,
-        tokens=tuple(tokens),
-        rebuilt_tokens=tuple(rebuilt_tokens),
+        tokens=tokens,
+        rebuilt_tokens=rebuilt_tokens,
         slots=slots,
-        rebuilt_slots=_digest_of_slots(llm),
-        transporting=seconds["transport"],
+        rebuilt_slots=rebuilt_slots,
+        **seconds,
     )
 
 
@@ -317,12 +296,6 @@ def _repeat(llm: Any, transport: Transport, version: int, fill_slot: bool) -> He
     testing.synchronize()
     vllm_hook.release_device_memory()
     return Held(*testing.device_memory(), HostBlock.pinned_bytes, pinned_by_torch() or 0, resident())
-
-
-def _digest_of_slots(llm: Any) -> str:
-    digest = testing.one_digest(testing.slot_digests(llm))
-    vllm_hook.release_device_memory()  # its working memory
-    return digest
 
 
 def _evict(llm: Any) -> None:
@@ -336,18 +309,17 @@ def _evict(llm: Any) -> None:
 def _streamed(transport: Transport, packed_bytes: int) -> float:
     """Bytes a second of a stage whose tensors are on the device already: what the copies themselves take."""
     tensors = transport.all_of(0)
-    best = float("inf")
-    for _ in range(2):
-        with _timed() as elapsed:
+    seconds: dict[str, float] = {}
+    for nth in ("first", "second"):
+        with _lap(seconds, nth):
             stage = vllm_hook.open_stage(99, transport.adapter_config)
             for shapes in transport.shapes.values():
                 stage.add_all({name: tensors[name] for name in shapes})
             stage.finish()
-        best = min(best, elapsed())
         stage.abort()
     del tensors, stage
     vllm_hook.release_device_memory()
-    return packed_bytes / best
+    return packed_bytes / min(seconds.values())
 
 
 def _link(nbytes: int, device: torch.device) -> tuple[float, float]:
@@ -355,17 +327,16 @@ def _link(nbytes: int, device: torch.device) -> tuple[float, float]:
     size = min(nbytes, _LINK_BYTES)
     host = HostBlock(size).take((size,), torch.uint8)
     data = torch.ones(size, dtype=torch.uint8, device=device)
-    down, up = [], []
-    for _ in range(3):
-        with _timed() as elapsed:
-            host.copy_(data, non_blocking=True)
-        down.append(elapsed())
-        with _timed() as elapsed:
-            data.copy_(host, non_blocking=True)
-        up.append(elapsed())
-    del host, data
+    best = []
+    for target, source in ((host, data), (data, host)):
+        seconds: dict[str, float] = {}
+        for nth in range(3):
+            with _lap(seconds, str(nth)):
+                target.copy_(source, non_blocking=True)
+        best.append(min(seconds.values()))
+    del host, data, target, source
     vllm_hook.release_device_memory()
-    return size / min(down), min(up) * nbytes / size
+    return size / best[0], best[1] * nbytes / size
 
 
 def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport: Transport) -> dict[str, int]:
@@ -380,11 +351,12 @@ def _predicted(config: dict[str, Any], rank: int, max_lora_rank: int, transport:
 
 
 @contextmanager
-def _timed() -> Iterator[Callable[[], float]]:
-    """Seconds of the block, the device's work included."""
-    testing.synchronize()
+def _lap(seconds: dict[str, float], name: str, *, wait: bool = True) -> Iterator[None]:
+    """Add the seconds of the block, with `wait` the device's work included."""
+    if wait:
+        testing.synchronize()
     began = time.perf_counter()
-    ended = began
-    yield lambda: ended - began
-    testing.synchronize()
-    ended = time.perf_counter()
+    yield
+    if wait:
+        testing.synchronize()
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began

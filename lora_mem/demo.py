@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from lora_mem.testing import Life, Round
+    from lora_mem.testing import Life, Moment, Round
     from lora_mem.vllm_hook import Strategy
 
 RANK = 16
@@ -38,6 +38,7 @@ CPU_NOTE = (
     'staged bytes on cuda:0; with offload they are on the host from "offloaded" on, with stage from the start, and the '
     "GPU is back at its baseline. What must be equal is checked here as it is there:"
 )
+BETWEEN = ("by every strategy", "loaded and rebuilt", "from memory and from a directory")
 COMPARED = {"tokens": "tokens", "log-probabilities": "logprobs", "slots": "slots"}
 
 
@@ -57,17 +58,20 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     for life in lives:
         console.print(f"\n{STRATEGIES[cast('Strategy', life.strategy)]}", style="bold")
-        console.print(_moments(life, gpu))
+        columns = ("", *HOLDERS, *(("allocated", "reserved") if gpu else ()), "ms")
+        console.print(_table(columns, "right", (_moment(moment, life.moments[0], gpu) for moment in life.moments)))
     console.print(LEGEND)
     if not gpu:
         console.print(f"\n{CPU_NOTE}")
-    checks = _checks(lives, rounds)
+    equal = {what: _equal(field, lives, rounds) for what, field in COMPARED.items()}
+    words = {True: "[green]equal[/]", False: "[bold red]DIFFERENT[/]"}
+    rows = ([what, *(words[one] for one in found)] for what, found in equal.items())
     console.print()
-    console.print(_equal(checks))
+    console.print(_table(("equal to the bit", *BETWEEN), "center", rows))
     retained = _retained(lives) if gpu else []
     for line in retained:
         console.print(line, style="bold red")
-    return 0 if all(all(row.values()) for row in checks.values()) and not retained else 1
+    return 0 if all(map(all, equal.values())) and not retained else 1
 
 
 def _run() -> tuple[list[Life], list[Round]]:
@@ -84,30 +88,32 @@ def _run() -> tuple[list[Life], list[Round]]:
     return lives, rounds
 
 
-def _moments(life: Life, gpu: bool) -> Table:
-    """One row a moment: bytes of each holder and where they are, GPU memory above the baseline, milliseconds."""
+def _table(columns: Sequence[str], justify: JustifyMethod, rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for column in (*HOLDERS, *(["allocated", "reserved"] if gpu else []), "ms"):
-        table.add_column(column, justify="right", no_wrap=True)
-    baseline = life.moment("baseline")
-    for moment in life.moments:
-        held = (moment.holders[holder].items() for holder in HOLDERS)
-        above = (moment.allocated - baseline.allocated, moment.reserved - baseline.reserved)
-        table.add_row(
-            moment.name,
-            *(", ".join(f"{size:,} {device}" for device, size in sizes) or "0" for sizes in held),
-            *([f"{size:+,}" for size in above] if gpu else []),
-            "" if moment.milliseconds is None else f"{moment.milliseconds:.1f}",
-        )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify=justify if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _moment(moment: Moment, baseline: Moment, gpu: bool) -> list[str]:
+    """Its name, bytes of each holder and where they are, GPU memory above the baseline, milliseconds."""
+    held = (moment.holders[holder].items() for holder in HOLDERS)
+    above = (moment.allocated - baseline.allocated, moment.reserved - baseline.reserved)
+    return [
+        moment.name,
+        *(", ".join(f"{size:,} {device}" for device, size in sizes) or "0" for sizes in held),
+        *([f"{size:+,}" for size in above] if gpu else []),
+        "" if moment.milliseconds is None else f"{moment.milliseconds:.1f}",
+    ]
 
 
 def _retained(lives: list[Life]) -> list[str]:
     """What the GPU holds above the baseline when the adapter should be on the host; a line each."""
     lines = []
     for life in lives:
-        baseline = life.moment("baseline")
+        baseline = life.moments[0]
         for moment in life.moments:
             size = max(moment.allocated - baseline.allocated, moment.reserved - baseline.reserved)
             if life.strategy != "keep" and moment.name in ("offloaded", "evicted", "rebuilt") and size > 0:
@@ -115,27 +121,12 @@ def _retained(lives: list[Life]) -> list[str]:
     return lines
 
 
-def _checks(lives: list[Life], rounds: list[Round]) -> dict[str, dict[str, bool]]:
-    """What must be equal to the bit: {what: {between what: whether it is}}."""
-    checks = {}
-    for name, field in COMPARED.items():
-        loaded = [getattr(life.loaded, field) for life in lives]
-        checks[name] = {
-            "by every strategy": all(one == loaded[0] for one in loaded),
-            "loaded and rebuilt": loaded == [getattr(life.rebuilt, field) for life in lives],
-            "from memory and from a directory": all(getattr(one, f"{field}_equal") for one in rounds),
-        }
-    return checks
-
-
-def _equal(checks: dict[str, dict[str, bool]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("equal to the bit")
-    for against in next(iter(checks.values())):
-        table.add_column(against, justify="center")
-    for what, row in checks.items():
-        table.add_row(what, *("[green]equal[/]" if equal else "[bold red]DIFFERENT[/]" for equal in row.values()))
-    return table
+def _equal(field: str, lives: list[Life], rounds: list[Round]) -> list[bool]:
+    """Whether one field of an output is the same to the bit, for each of `BETWEEN`."""
+    loaded = [getattr(life.loaded, field) for life in lives]
+    rebuilt = [getattr(life.rebuilt, field) for life in lives]
+    by_strategy = all(one == loaded[0] for one in loaded)
+    return [by_strategy, loaded == rebuilt, all(getattr(one, f"{field}_equal") for one in rounds)]
 
 
 @contextmanager

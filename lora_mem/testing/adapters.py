@@ -13,10 +13,29 @@ from lora_mem import vllm_hook
 from lora_mem.sizing.modules import Experts
 from lora_mem.sizing.serving import ServedModule
 from lora_mem.sizing.shapes import ModelShape
-from lora_mem.testing.engine import synchronize
+from lora_mem.testing.engines import synchronize
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
+
+PREFIX = "base_model.model."
+Adapter = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""Tensors by PEFT's names, and the adapter's config."""
+
+
+def everything(module: str) -> bool:
+    """For `wanted`: all modules."""
+    return True
+
+
+def is_expert(module: str) -> bool:
+    """Whether a module belongs to the routed experts of a layer."""
+    return ".experts." in module or module.endswith(".experts")
+
+
+def modules_named(*suffixes: str) -> Callable[[str], bool]:
+    """For `wanted`: modules whose last name is one of these; `experts` means all of the routed experts."""
+    return lambda module: module.rpartition(".")[2] in suffixes or ("experts" in suffixes and is_expert(module))
 
 
 def random_adapter(
@@ -27,9 +46,9 @@ def random_adapter(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     alpha: float | None = None,
-    wanted: Callable[[str], bool] = lambda module: True,
+    wanted: Callable[[str], bool] = everything,
     **config: Any,
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+) -> Adapter:
     """Random factors, by PEFT's names, for the modules that an engine serves with LoRA, and the adapter's config.
 
     Args:
@@ -42,79 +61,55 @@ def random_adapter(
         wanted: which modules, by their name in the model.
         config: more fields of PEFT's config.
     """
-    served = vllm_hook.served_model(vllm_hook.manager_of(engine))
-    factor = _factors(seed, device, dtype)
-    tensors: dict[str, torch.Tensor] = {}
-    for module, takes in served.modules.items():
-        if not wanted(module) or takes.in_features is None or takes.out_features is None:
-            continue
-        a, b = factor_shapes(takes, rank)
-        embedding = module.rpartition(".")[2] == "embed_tokens"
-        prefix = f"base_model.model.{module}."
-        tensors[prefix + ("lora_embedding_A" if embedding else "lora_A.weight")] = factor(a)
-        tensors[prefix + ("lora_embedding_B" if embedding else "lora_B.weight")] = factor(b)
-    return tensors, _adapter_config(tensors, rank, alpha, config)
+    served = vllm_hook.served_model(vllm_hook.manager_of(engine)).modules
+    names: dict[str, tuple[int, ...]] = {}
+    for module, takes in served.items():
+        if wanted(module) and takes.in_features is not None and takes.out_features is not None:
+            names |= factor_shapes(module, takes, rank)
+    tensors, plain = _random(names, rank, seed, device, dtype)
+    return tensors, plain | ({} if alpha is None else {"lora_alpha": alpha}) | config
 
 
-def experts_adapter(
-    shape: ModelShape,
-    *,
-    rank: int,
-    seed: int,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-    alpha: float | None = None,
-    **config: Any,
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Random factors for a model's routed experts, by PEFT's names, and the adapter's config: without an engine.
-
-    Arguments as for `random_adapter`.
-
-    Raises:
-        ValueError: an expert layer that is not gated.
-    """
-    factor = _factors(seed, device, dtype)
-    tensors: dict[str, torch.Tensor] = {}
+def experts_adapter(shape: ModelShape, *, rank: int, seed: int, device: str | torch.device = "cpu") -> Adapter:
+    """Random factors for a model's routed experts, which must be gated: as `random_adapter`, but without an engine."""
+    names: dict[str, tuple[int, ...]] = {}
     for path, module in shape.modules():
         if not isinstance(module, Experts):
             continue
         if module.layout != "gated":
             raise ValueError(f"the experts of {path} are {module.layout}; here they must be gated")
+        hidden, inner = module.hidden_size, module.intermediate_size
         for expert in range(module.num_experts):
-            for index, child in enumerate(module.children):  # w1, w2, w3
-                sizes = (module.hidden_size, module.intermediate_size)
-                inputs, outputs = reversed(sizes) if index == 1 else sizes
-                name = f"base_model.model.{path}.{expert}.{child}"
-                tensors[f"{name}.lora_A.weight"] = factor((rank, inputs))
-                tensors[f"{name}.lora_B.weight"] = factor((outputs, rank))
-    return tensors, _adapter_config(tensors, rank, alpha, config)
+            # w1, w2, w3
+            for child, ins, outs in zip(module.children, (hidden, inner, hidden), (inner, hidden, inner), strict=True):
+                name = f"{PREFIX}{path}.{expert}.{child}"
+                names |= {f"{name}.lora_A.weight": (rank, ins), f"{name}.lora_B.weight": (outs, rank)}
+    return _random(names, rank, seed, device, torch.bfloat16)
 
 
-def _factors(seed: int, device: str | torch.device, dtype: torch.dtype) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def factor(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).mul_(0.05).to(dtype)
-
-    return factor
-
-
-def _adapter_config(
-    tensors: dict[str, torch.Tensor], rank: int, alpha: float | None, more: dict[str, Any]
-) -> dict[str, Any]:
-    plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "bias": "none"}
-    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
-    return {**plain, "target_modules": targets, **more}
-
-
-def factor_shapes(takes: ServedModule, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of A and B for a module that says what it takes."""
+def factor_shapes(module: str, takes: ServedModule, rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of A and B, by PEFT's names, for a module that says what it takes."""
     assert takes.in_features is not None
     assert takes.out_features is not None
-    a, b = (takes.experts * rank, takes.in_features), (takes.out_features, takes.experts * rank)
-    if takes.stacked is None:
-        return a, b
-    return (takes.stacked[0][0], *a), (takes.stacked[1][0], *b)
+    a: tuple[int, ...] = (takes.experts * rank, takes.in_features)
+    b: tuple[int, ...] = (takes.out_features, takes.experts * rank)
+    if takes.stacked is not None:
+        a, b = (takes.stacked[0][0], *a), (takes.stacked[1][0], *b)
+    names = ("embedding_A", "embedding_B") if module.endswith("embed_tokens") else ("A.weight", "B.weight")
+    return {f"{PREFIX}{module}.lora_{name}": shape for name, shape in zip(names, (a, b), strict=True)}
+
+
+def _random(
+    shapes: dict[str, tuple[int, ...]], rank: int, seed: int, device: str | torch.device, dtype: torch.dtype
+) -> Adapter:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    tensors = {
+        name: torch.randn(shape, generator=generator, device=device).mul_(0.05).to(dtype)
+        for name, shape in shapes.items()
+    }
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": targets}
+    return tensors, config
 
 
 def save_adapter(directory: str | Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> str:
@@ -129,35 +124,12 @@ def save_adapter(directory: str | Path, tensors: dict[str, torch.Tensor], config
     return str(path)
 
 
-def modules_named(*suffixes: str) -> Callable[[str], bool]:
-    """For `wanted`: modules whose last name is one of these; `experts` means all of the routed experts."""
-    chosen = set(suffixes)
-
-    def wanted(module: str) -> bool:
-        return module.rpartition(".")[2] in chosen or ("experts" in chosen and is_expert(module))
-
-    return wanted
-
-
-def everything(module: str) -> bool:
-    """For `wanted`: all modules."""
-    return True
-
-
-def is_expert(module: str) -> bool:
-    """Whether a module belongs to the routed experts of a layer."""
-    return ".experts." in module or module.endswith(".experts")
-
-
 build_with_vllm = vllm_hook.build_model
 
 
 def pack_with_vllm(shape: ModelShape, model: LoRAModel) -> LoRAModel:
-    """Pack an adapter as vLLM does when it registers it, in place and by vLLM's own code, but without an engine.
-
-    Args:
-        shape: of the model that would serve it.
-        model: as `LoRAModel.from_lora_tensors` returns it.
+    """Pack an adapter of a model of this shape as vLLM does when it registers it: in place, by vLLM's own code, without
+    an engine.
     """
     packed_modules: dict[str, list[str]] = {}
     for path, module in shape.modules():
@@ -183,9 +155,7 @@ def factors(model: LoRAModel) -> dict[str, torch.Tensor]:
 
 
 def copy_one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Host copies as a loader makes them that moves one tensor at a time: each in memory of its own, pinned by
-    torch where there is a GPU.
-    """
+    """Host copies as a loader makes them that moves one tensor at a time, each in memory that torch pins for it."""
     pin = torch.cuda.is_available()
     copies = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor, non_blocking=True)

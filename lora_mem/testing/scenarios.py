@@ -14,35 +14,31 @@ from typing import Any
 import torch
 
 from lora_mem import vllm_hook
-from lora_mem.observe.profiler import Watch, current_memory, phase, profile, watched
+from lora_mem.observe.profiler import current_memory, phase, profile, watched
 from lora_mem.observe.results import Phase, Profile
-from lora_mem.testing.adapters import factors, is_expert, modules_named, random_adapter, save_adapter
-from lora_mem.testing.engine import device_memory, generate, one_digest, slot_digests, synchronize
-from lora_mem.testing.models import device_at_hand
+from lora_mem.testing.adapters import (
+    Adapter,
+    everything,
+    factors,
+    is_expert,
+    modules_named,
+    random_adapter,
+    save_adapter,
+)
+from lora_mem.testing.engines import device_at_hand, device_memory, generate, one_digest, slot_digests, synchronize
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What was in memory at one point of an adapter's life.
+    """What was in memory at one point of an adapter's life, in bytes; GPU memory is 0 without a GPU."""
 
-    Attributes:
-        name: baseline, staged, added, offloaded, evicted, rebuilt.
-        milliseconds: since the moment before; None for the baseline.
-        holders: bytes by holder and device.
-        allocated: bytes that torch's GPU allocator counts; 0 without a GPU.
-        reserved: bytes that it keeps from the driver.
-        peak: the most that was allocated since the moment before.
-        device_used: bytes of the GPU in use by anyone.
-        host_resident: bytes of host memory of this process.
-    """
-
-    name: str
-    milliseconds: float | None
-    holders: dict[str, dict[str, int]]
-    allocated: int
+    name: str  # baseline, staged, added, offloaded, evicted, rebuilt
+    milliseconds: float | None  # since the moment before; None for the baseline
+    holders: dict[str, dict[str, int]]  # by holder and device
+    allocated: int  # by torch on the GPU
     reserved: int
-    peak: int
-    device_used: int
+    peak: int  # the most allocated since the moment before
+    device_used: int  # of the GPU, by anyone
     host_resident: int
 
 
@@ -62,23 +58,12 @@ def output(llm: Any, request: Any) -> Output:
 
 @dataclass(frozen=True)
 class Life:
-    """One adapter's life under one strategy.
-
-    Attributes:
-        strategy: "keep" (kept on the GPU), "offload" or "stage".
-        moments: in order.
-        loaded: what the adapter gives as first loaded.
-        rebuilt: the same after eviction and rebuild.
-    """
+    """One adapter's life under one strategy: its moments in order, and what it gives as loaded and as rebuilt."""
 
     strategy: str
     moments: tuple[Moment, ...]
     loaded: Output
     rebuilt: Output
-
-    def moment(self, name: str) -> Moment:
-        """The moment of this name."""
-        return next(moment for moment in self.moments if moment.name == name)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; slots as one digest for all."""
@@ -94,9 +79,8 @@ def adapter_life(
     strategy: vllm_hook.Strategy,
     *,
     rank: int,
-    device: str | None = None,
     seed: int = 1,
-    wanted: Callable[[str], bool] = lambda module: True,
+    wanted: Callable[[str], bool] = everything,
 ) -> Life:
     """Stage an adapter, load it, evict it from slots and host cache with another one, and have vLLM rebuild it.
 
@@ -104,7 +88,6 @@ def adapter_life(
         llm: an engine started with `max_loras=1, max_cpu_loras=1`.
         strategy: for `install`; "keep" is what there is without the hook.
         rank: of the adapter.
-        device: where its tensors are made; default the GPU where there is one.
         seed: of its values.
         wanted: which modules it has.
     """
@@ -116,8 +99,11 @@ def adapter_life(
     def mark(name: str) -> None:
         nonlocal began
         synchronize()
-        milliseconds = (time.perf_counter() - began) * 1e3
-        moments.append(_snapshot(name, None if name == "baseline" else milliseconds, manager, memory))
+        milliseconds = (time.perf_counter() - began) * 1e3 if moments else None
+        now = current_memory()
+        most, memory.peak = memory.peak, now  # the next moment's peak counts from here
+        gpu = (now.allocated or 0, now.reserved or 0, most.allocated or 0, now.device_used or 0)
+        moments.append(Moment(name, milliseconds, vllm_hook.holders(manager), *gpu, now.host_resident))
         began = time.perf_counter()
 
     def on_load(span: str, lora_int_id: int) -> None:
@@ -130,7 +116,7 @@ def adapter_life(
         output(llm, None)  # what a first step allocates for good is not the adapter's
         vllm_hook.release_device_memory()
         mark("baseline")
-        tensors, config = random_adapter(llm, rank=rank, seed=seed, device=device or device_at_hand(), wanted=wanted)
+        tensors, config = random_adapter(llm, rank=rank, seed=seed, device=device_at_hand(), wanted=wanted)
         request = vllm_hook.stage_adapter(1, tensors, config)
         del tensors
         mark("staged")
@@ -149,7 +135,7 @@ def adapter_life(
     return Life(strategy, tuple(moments), loaded, rebuilt)
 
 
-def small_adapter(llm: Any, *, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def small_adapter(llm: Any, *, seed: int) -> Adapter:
     """An adapter that another one is evicted with; tensors and config."""
     return random_adapter(llm, rank=1, seed=seed, wanted=modules_named("o_proj", "out_proj"))
 
@@ -157,21 +143,6 @@ def small_adapter(llm: Any, *, seed: int) -> tuple[dict[str, torch.Tensor], dict
 def _drop(*lora_int_ids: int) -> None:
     for lora_int_id in lora_int_ids:
         vllm_hook.drop_adapter(lora_int_id)
-
-
-def _snapshot(name: str, milliseconds: float | None, manager: Any, memory: Watch) -> Moment:
-    now = current_memory()
-    most, memory.peak = memory.peak, now  # the next moment's peak counts from here
-    return Moment(
-        name=name,
-        milliseconds=milliseconds,
-        holders=vllm_hook.holders(manager),
-        allocated=now.allocated or 0,
-        reserved=now.reserved or 0,
-        peak=most.allocated or 0,
-        device_used=now.device_used or 0,
-        host_resident=now.host_resident,
-    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +161,7 @@ class Round:
 def memory_against_directory(
     llm: Any,
     directory: str | Path,
-    adapters: list[tuple[dict[str, torch.Tensor], dict[str, Any]]],
+    adapters: list[Adapter],
     *,
     rounds: int = 3,
     strategy: vllm_hook.Strategy = "stage",
@@ -210,11 +181,10 @@ def memory_against_directory(
 
     vllm_hook.install(strategy)
     expected = []
-    fused = [any(".experts.base_layer." in name for name in tensors) for tensors, _ in adapters]
     for number, (tensors, config) in enumerate(adapters):
         path = save_adapter(Path(directory) / str(number), tensors, config)
-        request = LoRARequest(f"directory-{number}", 1000 + number, path, is_3d_lora_weight=fused[number])
-        expected.append(output(llm, request))
+        fused = any(".experts.base_layer." in name for name in tensors)
+        expected.append(output(llm, LoRARequest(f"directory-{number}", 1000 + number, path, is_3d_lora_weight=fused)))
         llm.llm_engine.remove_lora(1000 + number)
     vllm_hook.release_device_memory()
     before = device_memory()
@@ -223,45 +193,28 @@ def memory_against_directory(
     if not fill_slot:
         adapters.clear()  # the stage is the only holder now
     results = []
-    for _ in range(rounds):
-        for number, request in enumerate(requests):
-            if fill_slot:
-                _drop(*ids)
-                request = vllm_hook.stage_adapter(1 + number, *adapters[number], fill_slot=True)
-            found = output(llm, request)
-            vllm_hook.release_device_memory()
-            after = device_memory()
-            results.append(
-                Round(
-                    number,
-                    found.tokens == expected[number].tokens,
-                    found.logprobs == expected[number].logprobs,
-                    found.slots == expected[number].slots,
-                    after[0] - before[0],
-                    after[1] - before[1],
-                    next(one.filled for one in vllm_hook.status().adapters if one.lora_int_id == 1 + number),
-                )
-            )
+    for number, request in [*enumerate(requests)] * rounds:
+        if fill_slot:
+            _drop(*ids)
+            request = vllm_hook.stage_adapter(1 + number, *adapters[number], fill_slot=True)
+        found, right = output(llm, request), expected[number]
+        vllm_hook.release_device_memory()
+        allocated, reserved = device_memory()
+        filled = next(one.filled for one in vllm_hook.status().adapters if one.lora_int_id == 1 + number)
+        equal = (found.tokens == right.tokens, found.logprobs == right.logprobs, found.slots == right.slots)
+        results.append(Round(number, *equal, allocated - before[0], reserved - before[1], filled))
     _drop(*ids)
     return results
 
 
 @dataclass(frozen=True)
 class Returns:
-    """How an adapter comes back that was evicted.
+    """How an adapter comes back that was evicted."""
 
-    Attributes:
-        strategy: for `install`.
-        profile: of all steps: "load", then each time "activate" alone (evicted from its slot only) and "rebuild" (from
-            vLLM's host cache too).
-        slots: digests of the slot buffers: loaded, then after each return.
-        registered_b: sum of the absolute values of the registered B factors, at the same times.
-    """
-
-    strategy: str
+    # "load", then each time "activate" alone (evicted from its slot only) and "rebuild" (from the host cache too)
     profile: Profile
-    slots: tuple[dict[str, int], ...] = field(repr=False)
-    registered_b: tuple[float, ...]
+    slots: tuple[dict[str, int], ...] = field(repr=False)  # digests of the buffers: loaded, then after each return
+    registered_b: tuple[float, ...]  # sums of the absolute values of the registered B factors, at the same times
 
     def returns(self, name: str) -> list[Phase]:
         """Each "activate" or "rebuild" that brought the adapter back."""
@@ -280,21 +233,17 @@ def evict_and_return(llm: Any, strategy: vllm_hook.Strategy, *, rank: int, times
     """
     vllm_hook.install(strategy)
     manager = vllm_hook.manager_of(llm)
-    modules = vllm_hook.served_model(manager).modules
-    experts = any(is_expert(module) for module in modules)
-    tensors, config = random_adapter(
-        manager, rank=rank, seed=seed, device=device_at_hand(), wanted=lambda m: is_expert(m) or not experts
-    )
+    experts = any(map(is_expert, vllm_hook.served_model(manager).modules))
+    wanted = is_expert if experts else everything
+    tensors, config = random_adapter(manager, rank=rank, seed=seed, device=device_at_hand(), wanted=wanted)
     others = [small_adapter(llm, seed=seed + number) for number in (1, 2)]
     slots: list[dict[str, int]] = []
     registered: list[float] = []
 
     def look() -> None:
         slots.append(slot_digests(manager))
-        model = vllm_hook.registered_model(manager, 1)
-        registered.append(
-            sum(float(t.abs().sum(dtype=torch.float64)) for n, t in factors(model).items() if "lora_b" in n)
-        )
+        found = factors(vllm_hook.registered_model(manager, 1)).items()
+        registered.append(sum(float(t.abs().sum(dtype=torch.float64)) for name, t in found if "lora_b" in name))
 
     with profile() as profiler:
         with phase("stage"):
@@ -304,13 +253,12 @@ def evict_and_return(llm: Any, strategy: vllm_hook.Strategy, *, rank: int, times
         look()
         with phase("stage others"):
             first, second = (vllm_hook.stage_adapter(2 + n, *other) for n, other in enumerate(others))
-        for _ in range(times):
-            for evicting in ([first], [first, second]):
-                with phase("evict"):
-                    for other in evicting:
-                        llm.llm_engine.add_lora(other)
-                llm.llm_engine.add_lora(request)
-                look()
+        for evicting in [[first], [first, second]] * times:
+            with phase("evict"):
+                for other in evicting:
+                    llm.llm_engine.add_lora(other)
+            llm.llm_engine.add_lora(request)
+            look()
     _drop(1, 2, 3)
     vllm_hook.release_device_memory()
-    return Returns(strategy, profiler.result, tuple(slots), tuple(registered))
+    return Returns(profiler.result, tuple(slots), tuple(registered))
