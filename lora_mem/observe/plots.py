@@ -1,12 +1,16 @@
-"""Figures of every result. Each function takes Axes (or makes them) and returns them; nothing is shown."""
+"""Figures of every result. Each function takes Axes (or makes them) and returns them; nothing is shown.
+
+Needs matplotlib and pandas, of the notebooks extra.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.observe.results import Bench, Memory, Phase, Profile, Sync
+from lora_mem.observe.results import Bench, Phase, Profile, Sync
 from lora_mem.observe.traces import TracedPhase, read_device, read_trace
 from lora_mem.sizing.footprints import Footprint
 from lora_mem.sizing.planning import sweep
@@ -44,9 +48,6 @@ def draw(result: Footprint | Profile | Bench, ax: Axes | None = None) -> Axes:
     return plots[type(result)](result, ax)
 
 
-# ---------------------------------------------------------------------------------------------------------- footprints
-
-
 def plot_holders(footprints: Mapping[str, Footprint], ax: Axes | None = None) -> Axes:
     """Stacked bars, one for each footprint: slots, packed and staged once a sync is over, in GiB; hatched on the host.
 
@@ -54,18 +55,16 @@ def plot_holders(footprints: Mapping[str, Footprint], ax: Axes | None = None) ->
     """
     from matplotlib.patches import Patch
 
-    ax, results = _axes(ax), footprints.values()
+    results = footprints.values()
     sizes = {
-        "slots": [result.slot_bytes / GIB for result in results],
-        "packed": [result.registered_adapters * result.packed_bytes / GIB for result in results],
-        "staged": [r.registered_adapters * (r.staged_bytes - r.shared_bytes) / GIB for r in results],
+        "slots": [result.slot_bytes for result in results],
+        "packed": [result.registered_adapters * result.packed_bytes for result in results],
+        "staged": [r.registered_adapters * (r.staged_bytes - r.shared_bytes) for r in results],
     }
-    _stacked(ax, list(footprints), sizes, HOLDERS)
+    ax = _by_holder(sizes, footprints, ax)
     for holder, bars in zip(sizes, ax.containers, strict=True):
         for bar, result in zip(bars, results, strict=True):
             bar.set(edgecolor="white", hatch="///" if holder != "slots" and result.strategy != "keep" else "")
-    ax.margins(y=0.35)  # room for the legend
-    ax.set_ylabel("GiB per worker")
     handles = [Patch(color=HOLDERS[holder], label=holder) for holder in sizes]
     ax.legend(handles=[*handles, Patch(facecolor=GREY, hatch="///", edgecolor="white", label="on the host")])
     return ax
@@ -73,13 +72,17 @@ def plot_holders(footprints: Mapping[str, Footprint], ax: Axes | None = None) ->
 
 def plot_phases(footprint: Footprint, ax: Axes | None = None, *, sleep_mode: bool = True) -> Axes:
     """Stacked bars of what is on the GPU in each of `Footprint.phases`, in GiB."""
-    ax = _axes(ax)
     phases = footprint.phases(sleep_mode=sleep_mode)
-    sizes = {holder: [phase[holder] / GIB for phase in phases.values()] for holder in ("slots", "adapters")}
-    _stacked(ax, list(phases), sizes, HOLDERS)
+    sizes = {holder: [phase[holder] for phase in phases.values()] for holder in ("slots", "adapters")}
+    ax = _by_holder(sizes, phases, ax)
+    ax.set_title(f"{footprint.model} ({footprint.strategy})")
+    return ax
+
+
+def _by_holder(sizes: Mapping[str, Sequence[int]], places: Iterable[str], ax: Axes | None) -> Axes:
+    ax = _stacked(sizes, places, HOLDERS, ax, scale=GIB)
     ax.margins(y=0.35)  # room for the legend
-    ax.set(ylabel="GiB per worker", title=f"{footprint.model} ({footprint.strategy})")
-    ax.legend()
+    ax.set_ylabel("GiB per worker")
     return ax
 
 
@@ -109,9 +112,6 @@ def plot_rank_by_tp(
     ax.set_yticks(range(len(ranks)), list(map(str, ranks)))
     ax.set(xlabel="tensor_parallel_size", ylabel="rank", title=f"{figure}, GiB per worker")
     return ax
-
-
-# ------------------------------------------------------------------------------------------------------------- benches
 
 
 def plot_sync(bench: Bench, ax: Axes | None = None) -> Axes:
@@ -164,10 +164,10 @@ def plot_bytes_by_rank(benches: Sequence[Bench], ax: Axes | None = None) -> Axes
 
 def _last_syncs(benches: Sequence[Bench]) -> dict[str, dict[int, Sync]]:
     """For each strategy the last sync of each rank that a bench ran, by rank."""
-    found: dict[str, dict[int, Sync]] = {}
+    found: dict[str, dict[int, Sync]] = defaultdict(dict)
     for bench in sorted(benches, key=lambda bench: bench.rank):
         for sync in bench.syncs:
-            found.setdefault(sync.strategy, {})[bench.rank] = sync
+            found[sync.strategy][bench.rank] = sync
     return found
 
 
@@ -180,21 +180,17 @@ def _over_ranks(benches: Sequence[Bench], ax: Axes | None) -> Axes:
     return ax
 
 
-# ------------------------------------------------------------------------------------------------------------ profiles
-
-
 def plot_profile(profile: Profile, ax: Axes | None = None) -> Axes:
     """Bars of phases over time, in milliseconds: a row for each name and depth (dots), summed up at its end."""
     ax = _axes(ax)
     colours = _phase_colours(phase.name for phase in profile.phases)
-    rows: dict[tuple[int, str], list[Phase]] = {}
+    rows: dict[tuple[int, str], list[Phase]] = defaultdict(list)
     for phase in profile.phases:
-        rows.setdefault((phase.depth, phase.name), []).append(phase)
+        rows[phase.depth, phase.name].append(phase)
     for row, ((_, name), same) in enumerate(rows.items()):
-        for phase in same:
-            ax.barh(row, phase.seconds * 1e3, left=phase.start * 1e3, color=colours[name])
+        ax.barh(row, [p.seconds * 1e3 for p in same], left=[p.start * 1e3 for p in same], color=colours[name])
         text = f" {_milliseconds(same):.1f} ms" + (f" in {len(same)}" if len(same) > 1 else "")
-        ax.annotate(text, (max(_end(phase) for phase in same) * 1e3, row), va="center", fontsize="small")
+        ax.annotate(text, (max(map(_end, same)) * 1e3, row), va="center", fontsize="small")
     _name_rows(ax, ["· " * depth + name for depth, name in rows])
     # Room for the text.
     ax.set(xlim=(0, _end(profile.total) * 1.2e3), xlabel="milliseconds since the profile began")
@@ -207,19 +203,18 @@ def plot_memory(profile: Profile, ax: Axes | None = None) -> Axes:
     By the samples, where there are any; else by the borders of the phases.
     """
     ax = _axes(ax)
-    series: list[tuple[float, Memory]] = [(sample.seconds, sample.memory) for sample in profile.samples]
+    series = [(sample.seconds, sample.memory) for sample in profile.samples]
     if not series:
-        for phase in (profile.total, *profile.phases):
-            series += [(phase.start, phase.before), (_end(phase), phase.after)]
-        series.sort(key=lambda point: point[0])
+        phases = (profile.total, *profile.phases)
+        borders = [(phase.start, phase.before) for phase in phases] + [(_end(phase), phase.after) for phase in phases]
+        series = sorted(borders, key=lambda point: point[0])
     baseline = profile.total.before
     known = [figure for figure in MEMORY if getattr(baseline, figure) is not None]
     changes = {name: [getattr(memory, name) - getattr(baseline, name) for _, memory in series] for name in known}
     unit, scale = _unit(abs(value) for values in changes.values() for value in values)
-    milliseconds = [seconds * 1e3 for seconds, _ in series]
     for name, values in changes.items():
         label, colour = MEMORY[name]
-        ax.plot(milliseconds, [value / scale for value in values], label=label, color=colour)
+        ax.plot([at * 1e3 for at, _ in series], [value / scale for value in values], label=label, color=colour)
     for number, phase in enumerate(phase for phase in profile.phases if phase.depth == 0):
         begin, end = phase.start * 1e3, _end(phase) * 1e3
         ax.axvspan(begin, end, color="black", alpha=0.04 + 0.06 * (number % 2), linewidth=0)
@@ -232,14 +227,11 @@ def plot_memory(profile: Profile, ax: Axes | None = None) -> Axes:
 
 def plot_parts(phases: Mapping[str, Iterable[Phase]], ax: Axes | None = None) -> Axes:
     """One bar for each label, of phases that follow one another; milliseconds."""
-    ax = _axes(ax)
-    rows = {label: list(parts) for label, parts in phases.items()}
-    names = _names([[phase.name for phase in parts] for parts in rows.values()])
-    values = {
-        name: [_milliseconds(phase for phase in parts if phase.name == name) for parts in rows.values()]
-        for name in names
-    }
-    totals = _stacked(ax, list(rows), values, _phase_colours(names), across=True)
+    rows = [list(parts) for parts in phases.values()]
+    names = _names([phase.name for phase in parts] for parts in rows)
+    values = {name: [_milliseconds(one for one in parts if one.name == name) for parts in rows] for name in names}
+    ax = _stacked(values, phases, _phase_colours(names), ax, across=True)
+    totals = [sum(row) for row in zip(*values.values(), strict=True)]
     for row, total in enumerate(totals):
         ax.annotate(f" {total:.1f} ms", (total, row), va="center", fontsize="small")
     ax.set(xlim=(0, max(totals) * 1.15), xlabel="milliseconds")
@@ -249,33 +241,30 @@ def plot_parts(phases: Mapping[str, Iterable[Phase]], ax: Axes | None = None) ->
 
 
 def plot_trace(path: str | Path, ax: Axes | None = None, *, within: str = "total") -> Axes:
-    """A trace over time, in milliseconds: a row for the phases of each name, and below what the device did meanwhile.
+    """A trace that `profile` wrote over time, in milliseconds: a row for each phase's name, below it the device's work.
 
-    Args:
-        path: of a trace that `profile` wrote.
-        ax: where to draw.
-        within: the phase whose time is shown.
+    Only the time of the phase called `within` is shown.
 
     Raises:
         ValueError: the trace has no such phase.
     """
     ax = _axes(ax)
-    phases, device = read_trace(path), read_device(path)
+    phases = read_trace(path)
     shown = next((phase for phase in phases if phase.name == within), None)
     if shown is None:
         names = ", ".join(dict.fromkeys(phase.name for phase in phases)) or "none"
         raise ValueError(f"within is {within!r}; the trace's phases are {names}")
     begin, end = shown.start, _end(shown)
-    rows: dict[str, list[tuple[float, float]]] = {}
+    rows: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for phase in phases:
         if phase is not shown and begin <= phase.start and _end(phase) <= end:
-            rows.setdefault(phase.name, []).append((phase.start, _end(phase)))
+            rows[phase.name].append((phase.start, _end(phase)))
     colours = {name: PALETTE[number % 3] for number, name in enumerate(rows)}
-    for kind, colour in DEVICE.items():
-        if found := [(max(b, begin), min(e, end)) for b, e in device[kind] if b < end and e > begin]:
-            rows[f"device: {kind}"], colours[f"device: {kind}"] = found, colour
-    for row, (name, spans) in enumerate(rows.items()):
-        bars = [((first - begin) * 1e3, (last - first) * 1e3) for first, last in spans]
+    for kind, spans in read_device(path).items():
+        if found := [(max(first, begin), min(last, end)) for first, last in spans if first < end and last > begin]:
+            rows[f"device: {kind}"], colours[f"device: {kind}"] = found, DEVICE[kind]
+    for row, (name, times) in enumerate(rows.items()):
+        bars = [((first - begin) * 1e3, (last - first) * 1e3) for first, last in times]
         ax.broken_barh(bars, (row - 0.4, 0.8), color=colours[name])
     _name_rows(ax, rows)
     since = "the trace" if within == "total" else repr(within)
@@ -296,36 +285,30 @@ def _phase_colours(names: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(dict.fromkeys([*PARTS, *names]))}
 
 
-# --------------------------------------------------------------------------------------------------------------- lives
-
-
 def plot_lives(lives: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Axes:
     """Where an adapter is, moment by moment and strategy by strategy: on the GPU upwards, on the host downwards.
 
-    Args:
-        lives: `Life.to_dict()` of each strategy; slots are left out, which are the same in all.
-        ax: where to draw.
+    `lives` are `Life.to_dict()` of each strategy. Slots are left out, which are the same in all.
     """
+    import numpy as np
+
     ax, held = _axes(ax), ("registered", "staged")
-    names = _names([[moment["name"] for moment in _after_baseline(life)] for life in lives])
-    every = [moment for life in lives for moment in _after_baseline(life)]
-    unit, scale = _unit(sum(sum(moment["holders"][holder].values()) for holder in held) for moment in every)
-    width = 0.72 / len(lives)
-    for number, life in enumerate(lives):
-        for moment in _after_baseline(life):
-            x = _beside(names.index(moment["name"]), number, len(lives))
-            up = down = 0.0
-            for holder in held:
-                sizes = moment["holders"][holder]
-                host = sizes.get("cpu", 0) / scale
-                gpu = sum(sizes.values()) / scale - host
-                ax.bar(x, gpu, width, bottom=up, color=HOLDERS[holder])
-                ax.bar(x, -host, width, bottom=-down, color=HOLDERS[holder], alpha=0.45)
-                up, down = up + gpu, down + host
-            ax.annotate(life["strategy"], (x, up), ha="center", va="bottom", rotation=90, fontsize="x-small")
-    for holder in held:
-        ax.bar(0, 0, color=HOLDERS[holder], label=f"{holder}, on the GPU")
-        ax.bar(0, 0, color=HOLDERS[holder], alpha=0.45, label=f"{holder}, on the host")
+    moments = [_after_baseline(life) for life in lives]
+    names = _names([moment["name"] for moment in life] for life in moments)
+    unit, scale = _unit(sum(sum(one["holders"][name].values()) for name in held) for life in moments for one in life)
+    for number, life in enumerate(moments):
+        places = [_beside(names.index(moment["name"]), number, len(lives)) for moment in life]
+        up = down = np.zeros(len(life))
+        for holder in held:
+            look: dict[str, Any] = {"width": 0.72 / len(lives), "color": HOLDERS[holder]}
+            host = np.array([one["holders"][holder].get("cpu", 0) / scale for one in life])
+            gpu = np.array([sum(one["holders"][holder].values()) / scale for one in life]) - host
+            # One legend for all lives.
+            ax.bar(places, gpu, bottom=up, label="" if number else f"{holder}, on the GPU", **look)
+            ax.bar(places, -host, bottom=-down, label="" if number else f"{holder}, on the host", alpha=0.45, **look)
+            up, down = up + gpu, down + host
+        for at in zip(places, up, strict=True):
+            ax.annotate(lives[number]["strategy"], at, ha="center", va="bottom", rotation=90, fontsize="x-small")
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set_xticks(range(len(names)), names)
     ax.use_sticky_edges = False  # else the axis ends where the bars begin, and the names lie outside
@@ -347,17 +330,8 @@ def _after_baseline(life: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(life.get("moments", life.get("phases"))[1:])
 
 
-# --------------------------------------------------------------------------------------------------------- all of them
-
-
 def plot_bars(values: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | None = None) -> Axes:
-    """Grouped bars: for each series its value in each group, with the figure above it.
-
-    Args:
-        values: by series, then by group.
-        unit: of the values, for the axis.
-        ax: where to draw.
-    """
+    """Grouped bars of values by series, then by group, with the figure above each."""
     ax, width = _axes(ax), 0.72 / len(values)
     groups = _names(values.values())
     for number, (label, series) in enumerate(values.items()):
@@ -383,22 +357,21 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _stacked(
-    ax: Axes,
-    places: Sequence[Any],
     values: Mapping[str, Sequence[float]],
+    places: Iterable[str],
     colours: Mapping[str, str],
+    ax: Axes | None,
     *,
     across: bool = False,
-) -> list[float]:
-    """Bars upon one another, or `across` one after the other, a value of each name in each place; returns the sums."""
-    sums = [0.0] * len(places)
-    for name, sizes in values.items():
-        if across:
-            ax.barh(places, sizes, left=sums, label=name, color=colours[name])
-        else:
-            ax.bar(places, sizes, bottom=sums, label=name, color=colours[name])
-        sums = [total + size for total, size in zip(sums, sizes, strict=True)]
-    return sums
+    scale: int = 1,
+) -> Axes:
+    """Bars upon one another, or `across` one after the other: a value of each name in each place."""
+    import pandas as pd
+
+    frame = pd.DataFrame(values, index=list(places)) / scale
+    kind = "barh" if across else "bar"
+    axes: Axes = frame.plot(kind=kind, stacked=True, ax=_axes(ax), color=dict(colours), width=0.8, rot=0)
+    return axes
 
 
 def _names(lists: Iterable[Iterable[str]]) -> list[str]:
