@@ -104,7 +104,6 @@ class Adapter:
             max_lora_rank: of the engine; the smallest that vLLM allows for the config's ranks where it is not given.
             enable_mixed_moe_lora_format: of the engine.
             enable_moe_shared_loras: of the engine.
-
         """
         shape, mixed, shared = ModelShape.from_config(model), enable_mixed_moe_lora_format, enable_moe_shared_loras
         return self._check(serve(shape, self._slots(max_lora_rank), mixed=mixed, shared=shared), max_lora_rank)
@@ -134,7 +133,6 @@ class Adapter:
 
         Raises:
             SizingError: vLLM or `stage_adapter` would refuse the adapter, or an option is wrong.
-
         """
         for option in sorted(options.keys() & DECIDED):
             raise SizingError(option, options[option], "must be left out: the adapter decides it")
@@ -268,7 +266,6 @@ def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, An
     Raises:
         SizingError: a file is missing or damaged (its size is held against the header), or a field of the config is
             missing or no such number.
-
     """
     if config is not None and not isinstance(config, Mapping):
         raise SizingError("config", config, "must be PEFT's config as a dict")

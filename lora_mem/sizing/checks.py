@@ -67,12 +67,7 @@ def deployment_names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def pattern(name: str, value: Any, check: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
-    """The entries of PEFT's `rank_pattern` or `alpha_pattern`, if keys are regular expressions and `check` allows all.
-
-    Raises:
-        SizingError: they are not; names the entry.
-
-    """
+    """The entries of PEFT's `rank_pattern` or `alpha_pattern`: names or regular expressions, and allowed numbers."""
     if isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value):
         value = dict(value)  # as this function returned it
     if value is not None and not isinstance(value, Mapping):

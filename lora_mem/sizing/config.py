@@ -84,12 +84,7 @@ class Field:
     others: tuple[str, ...] = ()
 
     def value(self) -> Any:
-        """What it holds.
-
-        Raises:
-            SizingError: it is missing, or not what it must be.
-
-        """
+        """What it holds."""
         if self.others:
             need = "a whole number >= 1" if self.read is Config.number else "one of them"
             raise self.config.error(self.name, f"is missing (and so is {', '.join(self.others)}); {need} is needed")

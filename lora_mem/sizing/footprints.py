@@ -170,7 +170,6 @@ class Footprint:
 
         Raises:
             SizingError: `name` is not one of the figures.
-
         """
         for line in self.lines:
             if name in (line.name, line.name.removesuffix("_bytes")):
@@ -357,7 +356,6 @@ def footprint(
     Raises:
         SizingError: an option is not what vLLM allows, or does not fit the model.
         TypeError: there is no such option, or the rank is missing.
-
     """
     shape, given = ModelShape.from_config(model), gather(given, options)
     resolved = resolve(shape, given)

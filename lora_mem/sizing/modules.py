@@ -108,12 +108,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def parse_object(text: str | bytes, what: str, where: str) -> dict[str, Any]:
-    """The JSON object in `text`, which came from `where`.
-
-    Raises:
-        SizingError: it is none.
-
-    """
+    """The JSON object in `text`, which came from `where`."""
     try:
         found = json.loads(text)
     except ValueError as error:  # not UTF-8, not JSON, a number of too many digits
@@ -126,12 +121,7 @@ def parse_object(text: str | bytes, what: str, where: str) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """What a file holds.
-
-    Raises:
-        SizingError: it cannot be read.
-
-    """
+    """What a file holds."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -106,7 +106,6 @@ class Options:
 
     Raises:
         SizingError: a value is not what vLLM or PEFT allows.
-
     """
 
     rank: Annotated[int, _whole("The adapter's rank.")]
@@ -272,7 +271,6 @@ def gather(options: Options | None, changes: Mapping[str, Any]) -> Options:
     Raises:
         TypeError: a name is no option, or the rank is missing.
         SizingError: a value is not what vLLM or PEFT allows.
-
     """
     for name, value in changes.items():
         if name not in OPTIONS:

@@ -39,35 +39,26 @@ GPUS = {
 MOST_SLOTS = 4096  # where the search for slots and adapters ends
 
 
-class _Question(NamedTuple):
-    """What is asked, in words, and how it is answered."""
-
-    words: str
-    unit: str
-    formula: str
-
-
 _FITS, _SAVED = "weights + kv_cache + peak <= gpu", "gpu_resident before - gpu_resident after"
 QUESTIONS = {
-    "headroom": _Question("headroom", "bytes", "gpu - weights - kv_cache - peak"),
-    "largest_rank": _Question("largest rank that fits", "", f"largest rank with {_FITS}"),
-    "most_slots": _Question("most slots that fit", "", f"largest max_loras with {_FITS}"),
-    "most_adapters_per_host": _Question("most adapters on one host", "", "host_memory // (node_host / max_cpu_loras)"),
-    "smallest_tp": _Question(
+    "headroom": ("headroom", "bytes", "gpu - weights - kv_cache - peak"),
+    "largest_rank": ("largest rank that fits", "", f"largest rank with {_FITS}"),
+    "most_slots": ("most slots that fit", "", f"largest max_loras with {_FITS}"),
+    "most_adapters_per_host": ("most adapters on one host", "", "host_memory // (node_host / max_cpu_loras)"),
+    "smallest_tp": (
         "smallest TP that fits",
         "",
         "smallest power of two with weights * given_tp / tp + kv_cache + peak <= gpu",
     ),
-    "saved_by_fully_sharded": _Question("saved by fully_sharded_loras", "bytes", _SAVED),
-    "saved_by_ep": _Question("saved by expert parallelism", "bytes", _SAVED),
-    "saved_by_lower_max_lora_rank": _Question("saved by the smallest max_lora_rank", "bytes", _SAVED),
-    "saved_by_offload": _Question("saved by the hook, against keep", "bytes", _SAVED),
+    "saved_by_fully_sharded": ("saved by fully_sharded_loras", "bytes", _SAVED),
+    "saved_by_ep": ("saved by expert parallelism", "bytes", _SAVED),
+    "saved_by_lower_max_lora_rank": ("saved by the smallest max_lora_rank", "bytes", _SAVED),
+    "saved_by_offload": ("saved by the hook, against keep", "bytes", _SAVED),
 }
-"""By the keys of `Plan`, `Plan.to_dict` and the columns of `by_model`."""
+"""In words, the unit, and how each is answered; by the keys of `Plan`, `Plan.to_dict` and the columns of `by_model`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """One answer: a number in `unit` (None where there is none, for a `reason`), the formula and its inputs."""
 
     question: str
@@ -83,11 +74,6 @@ class Answer:
         if self.value is None:
             return f"none: {self.reason}"
         return gib(self.value) if self.unit == "bytes" else f"{self.value:,}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        names = ("value", "unit", "formula", "inputs", "reason")
-        return {name: getattr(self, name) for name in names} | {"inputs": dict(self.inputs)}
 
 
 def _answer(question: str, value: int | None, inputs: Mapping[str, Any], reason: str = "") -> Answer:
@@ -111,12 +97,15 @@ class Plan:
 
         Raises:
             SizingError: no answer has that name.
-
         """
         for answer in self.answers:
             if answer.question == question:
                 return answer
         raise SizingError("question", question, f"must be one of {', '.join(QUESTIONS)}")
+
+    def __getitem__(self, question: str) -> int | None:
+        """The value of one answer."""
+        return self.answer(question).value
 
     def why(self, question: str) -> str:
         """Formula and inputs of one answer."""
@@ -124,16 +113,18 @@ class Plan:
         inputs = ", ".join(f"{key}={value}" for key, value in answer.inputs.items())
         return f"{answer.words} = {answer.text()} = {answer.formula}  [{inputs}]"
 
-    def __getitem__(self, question: str) -> int | None:
-        """The value of one answer."""
-        return self.answer(question).value
+    @property
+    def verdict(self) -> str:
+        """`fits`, or `does not fit`."""
+        return "fits" if self.fits else "does not fit"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; sizes in bytes."""
+        names = ("value", "unit", "formula", "inputs", "reason")
         return {
             "fits": self.fits,
             "headroom_bytes": self.headroom_bytes,
-            "answers": {answer.question: answer.to_dict() for answer in self.answers},
+            "answers": {one.question: {name: getattr(one, name) for name in names} for one in self.answers},
             "footprint": self.footprint.to_dict(),
         }
 
@@ -141,15 +132,7 @@ class Plan:
         """One row for each answer."""
         import pandas
 
-        columns = ["question", "value", "unit", "formula", "reason"]
-        return pandas.DataFrame(
-            [[getattr(answer, name) for name in columns] for answer in self.answers], columns=columns
-        )
-
-    @property
-    def verdict(self) -> str:
-        """`fits`, or `does not fit`."""
-        return "fits" if self.fits else "does not fit"
+        return pandas.DataFrame([*self.answers])[["question", "value", "unit", "formula", "reason"]]
 
     def __repr__(self) -> str:
         """Plain and stable."""
@@ -187,7 +170,6 @@ def plan(
     Raises:
         SizingError: an argument is wrong, or does not fit the model.
         TypeError: there is no such option, or the rank is missing.
-
     """
     shape, asked = ModelShape.from_config(model), gather(given, options)
     for name, value in (("gpu_bytes", gpu_bytes), ("weights_bytes", weights_bytes)):
@@ -278,16 +260,16 @@ def savings(
         "saved_by_lower_max_lora_rank": (base, {"max_lora_rank": None}),
         "saved_by_offload": (keep, {"strategy": "offload"}),
     }
-    return tuple(_saving(question, shape, asked, before, change) for question, (before, change) in changes.items())
-
-
-def _saving(question: str, shape: ModelShape, asked: Options, before: Footprint, change: OptionKeywords) -> Answer:
-    try:
-        after = footprint(shape, asked, **change)
-    except SizingError as error:
-        return _answer(question, None, change, str(error))
-    inputs = {"before": before.gpu_resident_bytes, "after": after.gpu_resident_bytes, **change}
-    return _answer(question, before.gpu_resident_bytes - after.gpu_resident_bytes, inputs)
+    answers = []
+    for question, (before, change) in changes.items():
+        try:
+            after = footprint(shape, asked, **change).gpu_resident_bytes
+        except SizingError as error:
+            answers.append(_answer(question, None, change, str(error)))
+        else:
+            inputs = {"before": before.gpu_resident_bytes, "after": after, **change}
+            answers.append(_answer(question, before.gpu_resident_bytes - after, inputs))
+    return tuple(answers)
 
 
 def sweep(model: ModelShape | dict[str, Any] | str | Path, **axes: Any) -> pd.DataFrame:
@@ -312,7 +294,6 @@ def by_model(models: Sequence[str] | None = None, **options: Unpack[OptionKeywor
     Args:
         models: names or paths; default every model of the built-in table.
         options: options of `footprint`. A model that they do not fit has no figures and says why in `error`.
-
     """
     import pandas
 
@@ -331,4 +312,4 @@ def _figures(model: ModelShape | str, options: Mapping[str, Any]) -> dict[str, A
         result = footprint(model, **options)
     except SizingError as error:
         return {**dict.fromkeys(FIGURES), "error": str(error)}
-    return {**{name: getattr(result, name) for name in FIGURES}, "error": ""}
+    return {**result.figures, "error": ""}

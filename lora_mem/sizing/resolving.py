@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import TypeVar
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.modules import Experts, Group, Module
+from lora_mem.sizing.modules import Experts
 from lora_mem.sizing.options import MAX_LORA_RANKS, MOE_BACKENDS, OPTIONS, Options
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.targets import check_targets, deployed, scaling_of
@@ -68,12 +68,7 @@ class Resolved(Options):
 
 
 def resolve(shape: ModelShape, given: Options) -> Resolved:
-    """Check the options against the model and each other as vLLM would, and fill in the defaults.
-
-    Raises:
-        SizingError: an option does not fit the model or another option.
-
-    """
+    """Check the options against the model and each other as vLLM would, and fill in the defaults."""
     largest = max([given.rank, *(rank for _, rank in _entries(given.rank_pattern))])
     tp, pp, dp = given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size
     _check_parallel(shape, given)
@@ -109,12 +104,7 @@ def resolve(shape: ModelShape, given: Options) -> Resolved:
 
 
 def slot_rank(rank: int, given: int | None = None) -> int:
-    """`max_lora_rank` for adapters of `rank`: as given, or the smallest that vLLM allows.
-
-    Raises:
-        SizingError: `rank` is more than vLLM or `given` allows, or vLLM does not allow `given`.
-
-    """
+    """`max_lora_rank` for adapters of `rank`: as given, or the smallest that vLLM allows."""
     if rank > MAX_LORA_RANKS[-1]:
         allowed = ", ".join(map(str, MAX_LORA_RANKS))
         raise SizingError(
@@ -193,7 +183,7 @@ def _assumed_backend(shape: ModelShape) -> str:
 def _check_deployment(shape: ModelShape, targets: tuple[str, ...] | None) -> None:
     """Refuse a name in `lora_target_modules` that no module matches, and a vocabulary too large for lm_head's slots."""
     for name in targets or ():
-        if not any(deployed(group.path(layer, module), module, (name,)) for group, module, layer in _all(shape)):
+        if not any(deployed(group.path(layer, module), module, (name,)) for group, module, layer in shape.places()):
             raise SizingError("lora_target_modules", name, f"is no module of {shape.name} that has slots")
     for group in shape.groups:
         for module in group.modules:
@@ -206,14 +196,6 @@ def _check_deployment(shape: ModelShape, targets: tuple[str, ...] | None) -> Non
                     f"must be at most {MAX_VOCAB_SIZE} where lm_head has slots, as vLLM requires; leave lm_head out"
                     " of lora_target_modules",
                 )
-
-
-def _all(shape: ModelShape) -> Iterator[tuple[Group, Module, int]]:
-    """Each module of each layer; outside of the layers with 0 for the layer."""
-    for group in shape.groups:
-        for module in group.modules:
-            for layer in group.numbers:
-                yield group, module, layer
 
 
 def _entries(pattern: Mapping[str, Value] | tuple[tuple[str, Value], ...] | None) -> tuple[tuple[str, Value], ...]:

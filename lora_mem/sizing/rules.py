@@ -36,22 +36,16 @@ Pair = dict[bool, str]
 
 @dataclass(frozen=True)
 class AdapterCheck:
-    """What becomes of an adapter's tensors in vLLM.
+    """What becomes of an adapter's tensors in vLLM, each with the reason.
 
-    Attributes:
-        served: the modules that are served, by vLLM's name: the names of their A and B.
-        ignored: tensors that vLLM skips, or loads and never uses, with the reason.
-        refused: tensors for which vLLM refuses the whole adapter, with the reason.
-        refused_for: what else it refuses the adapter for: a field of its config, its value and the reason.
-        ignored_bytes: of the tensors in `ignored`.
-        errors: why a stage refuses the adapter, one text for each kind of problem, the most basic first. It refuses
-            what vLLM refuses and what vLLM ignores, unless that is by design.
+    `errors` say why a stage refuses the adapter, one text for each kind of problem, the most basic first. It refuses
+    what vLLM refuses and what vLLM ignores, unless that is by design.
     """
 
-    served: Mapping[str, tuple[str, str]]
-    ignored: Mapping[str, str]
-    refused: Mapping[str, str]
-    refused_for: Mapping[str, tuple[object, str]]
+    served: Mapping[str, tuple[str, str]]  # by vLLM's name of a module: the names of its A and B
+    ignored: Mapping[str, str]  # tensors that vLLM skips, or loads and never uses
+    refused: Mapping[str, str]  # tensors for which vLLM refuses the whole adapter
+    refused_for: Mapping[str, tuple[object, str]]  # what else it refuses it for: a field of its config and the value
     ignored_bytes: int = 0
     errors: tuple[str, ...] = ()
 
@@ -96,7 +90,6 @@ def check(
         rank_of: the rank that the adapter's config gives a module (`peft_module`), which its tensors must have for a
             stage. Without it their own rank counts, as in vLLM's loader.
         refused_for: what its config is refused for.
-
     """
     found = _Findings()
     factors = _read(shapes, names, served, found)

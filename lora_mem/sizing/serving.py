@@ -6,7 +6,6 @@ It is read from a worker's live layers (`vllm_hook.served`), or made of a `Model
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,19 +19,12 @@ from lora_mem.sizing.wording import compact
 
 @dataclass(frozen=True)
 class TensorName:
-    """What the name of an adapter's tensor says.
+    """What the name of an adapter's tensor says."""
 
-    Attributes:
-        module: the module in the model's own naming, e.g. `model.layers.0.self_attn.q_proj`.
-        peft_module: the module in the adapter's naming; PEFT's rank and alpha patterns match against this.
-        is_a: whether it is the A factor; meaningless for a full module.
-        is_full: a whole weight or bias (`modules_to_save`), not a factor.
-    """
-
-    module: str
-    peft_module: str
-    is_a: bool
-    is_full: bool = False
+    module: str  # in the model's own naming, e.g. `model.layers.0.self_attn.q_proj`
+    peft_module: str  # in the adapter's naming, which PEFT's rank and alpha patterns match
+    is_a: bool  # of the two factors; means nothing for a full module
+    is_full: bool = False  # a whole weight or bias (`modules_to_save`), not a factor
 
 
 _EVERYTHING = slice(None)
@@ -46,30 +38,17 @@ def _whole(projection: int) -> Projections:
 
 @dataclass(frozen=True)
 class ServedModule:
-    """Where one module of an adapter goes, and what its factors must look like.
+    """Where one module of an adapter goes, and what its factors must look like."""
 
-    Attributes:
-        in_features: columns of A, or None where they cannot be known.
-        out_features: rows of B, or None where they cannot be known.
-        experts: how many experts are stacked along the rank (PEFT's fused layout), or 1.
-        stacked: factors carry a leading expert dimension, of one of these sizes: (A's, B's).
-        rank_multiple: the rank must be a multiple of this.
-        packed_in: the runtime module whose packed experts it becomes part of; "" where it is registered by its own
-        name.
-        projections: which of that module's projections it becomes, each with the rows of B that belong to it.
-        expert: its place among this worker's experts, where each expert comes by itself; -1 on another worker.
-        local: this worker's experts among those stacked in one tensor.
-    """
-
-    in_features: int | None
-    out_features: int | None
-    experts: int = 1
-    stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    rank_multiple: int = 1
-    packed_in: str = ""
-    projections: Projections = ((0, _EVERYTHING),)
-    expert: int | None = None
-    local: slice = field(default_factory=lambda: _EVERYTHING)  # one object for all
+    in_features: int | None  # columns of A, or None where they cannot be known
+    out_features: int | None  # rows of B, or None where they cannot be known
+    experts: int = 1  # stacked along the rank (PEFT's fused layout)
+    stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # sizes of a leading expert dimension: (A's, B's)
+    rank_multiple: int = 1  # what the rank must be a multiple of
+    packed_in: str = ""  # the runtime module whose packed experts it becomes part of; "": registered by its own name
+    projections: Projections = ((0, _EVERYTHING),)  # those of that module that it becomes, with their rows of B
+    expert: int | None = None  # its place among this worker's, where each comes by itself; -1: on another worker
+    local: slice = field(default_factory=lambda: _EVERYTHING)  # this worker's experts among those in one tensor
 
     @property
     def fused(self) -> bool:
@@ -81,34 +60,22 @@ class ServedModule:
 class ExpertLayer:
     """A layer's routed experts as vLLM serves them.
 
-    Attributes:
-        name: of the runtime module.
-        experts: of the whole model.
-        hidden: the model's hidden size.
-        intermediate: of one expert, before tensor parallelism.
-        children: the adapter's modules: expert by expert w1 (gate), w2 (down) and, where there is a gate, w3 (up); with
-            `shared`, w1, w2 and w3 once. Empty where the engine takes fused experts only (vLLM's 3D wrapper).
-        non_gated: whether there is no w3; vLLM registers w1's tensor for it.
-        mixed: `enable_mixed_moe_lora_format`: fused experts are taken beside those one by one.
-        shared: `enable_moe_shared_loras`: A of w1 and w3, and B of w2, once for all experts.
-        interleaved: whether gate and up alternate in the rows of a fused B.
-        rank_multiple: the rank must be a multiple of this.
-        first: this worker's first expert.
-        count: this worker's experts; None where it has all.
+    `children` are the adapter's modules: expert by expert w1 (gate), w2 (down) and, where there is a gate, w3 (up);
+    with `shared`, w1, w2 and w3 once. Empty where the engine takes fused experts only (vLLM's 3D wrapper).
     """
 
-    name: str
-    experts: int
+    name: str  # of the runtime module
+    experts: int  # of the whole model
     hidden: int
-    intermediate: int
+    intermediate: int  # of one expert, before tensor parallelism
     children: Sequence[str]
-    non_gated: bool = False
-    mixed: bool = False
-    shared: bool = False
-    interleaved: bool = False
+    non_gated: bool = False  # there is no w3; vLLM registers w1's tensor for it
+    mixed: bool = False  # enable_mixed_moe_lora_format: fused experts are taken beside those one by one
+    shared: bool = False  # enable_moe_shared_loras: A of w1 and w3, and B of w2, once for all experts
+    interleaved: bool = False  # gate and up alternate in the rows of a fused B
     rank_multiple: int = 1
-    first: int = 0
-    count: int | None = None
+    first: int = 0  # this worker's first expert
+    count: int | None = None  # this worker's experts; None: all
 
     @property
     def local_experts(self) -> int:
@@ -176,24 +143,16 @@ class ExpertLayer:
 class ServedModel:
     """What one vLLM worker serves with LoRA.
 
-    Attributes:
-        modules: by the name that an adapter uses.
-        experts: the layers' routed experts, by runtime module. Of a layer's local experts an adapter must have all or
-            none, in one of the layouts.
-        ignored: whether vLLM ignores a module of this name by design (other pipeline ranks, `target_modules`, MTP).
-        max_lora_rank: of the engine.
-        dtype: torch's name of that to which vLLM casts every factor.
-        share: whether a factor that all experts share may stay one tensor on the host.
-        aliases: names in `modules` that are second names.
+    Of a layer's local experts an adapter must have all or none, in one of the layouts.
     """
 
-    modules: Mapping[str, ServedModule]
-    experts: Mapping[str, ExpertLayer]
-    ignored: Callable[[str], bool]
+    modules: Mapping[str, ServedModule]  # by the name that an adapter uses
+    experts: Mapping[str, ExpertLayer]  # by runtime module
+    ignored: Callable[[str], bool]  # by design, modules of such a name: other pipeline ranks, target_modules, MTP
     max_lora_rank: int
-    dtype: str = "bfloat16"
-    share: bool = True
-    aliases: frozenset[str] = frozenset()
+    dtype: str = "bfloat16"  # torch's name of that to which vLLM casts every factor
+    share: bool = True  # a factor that all experts share may stay one tensor on the host
+    aliases: frozenset[str] = frozenset()  # names in `modules` that are second names
 
     def unknown(self, modules: Collection[str]) -> str:
         """What to say of modules that are not served: all of them, and what is."""
@@ -226,17 +185,11 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedShape:
-    """What vLLM serves of a model that is known by its shape, whole.
-
-    Attributes:
-        served: its modules, by vLLM's names.
-        places: where each belongs: the path of its runtime module (`*` for the layer), the module, the layer's number.
-        renamed: modules by PEFT's names, where vLLM has others.
-    """
+    """What vLLM serves of a model that is known by its shape, whole."""
 
     served: ServedModel
-    places: Mapping[str, tuple[str, Module, int]]
-    renamed: Mapping[str, str]
+    places: Mapping[str, tuple[str, Module, int]]  # path of the runtime module (`*` for the layer), module, layer
+    renamed: Mapping[str, str]  # modules by PEFT's names, where vLLM has others
 
     def read_name(self, tensor: str) -> TensorName | None:
         """What a tensor's name says, as vLLM parses it (`parse_fine_tuned_lora_name`); None where it cannot."""
@@ -254,24 +207,23 @@ def serve(shape: ModelShape, max_lora_rank: int, *, mixed: bool = False, shared:
     experts: dict[str, ExpertLayer] = {}
     places: dict[str, tuple[str, Module, int]] = {}
     renamed: dict[str, str] = {}
-    for group in shape.groups:
-        for layer, module in itertools.product(group.numbers, group.modules):
-            path, found = group.path(layer, module), {}
-            if isinstance(module, Experts):
-                experts[path] = _expert_layer(module, path, mixed=mixed, shared=shared)
-                found = {name: takes for layout in experts[path].layouts for name, takes in layout.items()}
-            else:
-                parent = path.rpartition(".")[0]
-                for index, child in enumerate(module.children):
-                    found[join(parent, child.name)] = ServedModule(
-                        module.input_size, child.output_size, projections=_whole(index)
-                    )
-            prefix, peft_prefix = (one.removesuffix(module.name) for one in (path, group.peft_path(layer, module)))
-            for name in found:
-                places[name] = (group.path(None, module), module, layer)
-                if prefix != peft_prefix:
-                    renamed[peft_prefix + name.removeprefix(prefix)] = name
-            modules |= found
+    for group, module, layer in shape.places():
+        path, found = group.path(layer, module), {}
+        if isinstance(module, Experts):
+            experts[path] = _expert_layer(module, path, mixed=mixed, shared=shared)
+            found = {name: takes for layout in experts[path].layouts for name, takes in layout.items()}
+        else:
+            parent = path.rpartition(".")[0]
+            for index, child in enumerate(module.children):
+                found[join(parent, child.name)] = ServedModule(
+                    module.input_size, child.output_size, projections=_whole(index)
+                )
+        prefix, peft_prefix = (one.removesuffix(module.name) for one in (path, group.peft_path(layer, module)))
+        for name in found:
+            places[name] = (group.path(None, module), module, layer)
+            if prefix != peft_prefix:
+                renamed[peft_prefix + name.removeprefix(prefix)] = name
+        modules |= found
     return ServedShape(ServedModel(modules, experts, lambda module: False, max_lora_rank), places, renamed)
 
 

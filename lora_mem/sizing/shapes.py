@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -42,7 +43,6 @@ class ModelShape:
         Raises:
             SizingError: the source is not found, lacks a field, contradicts itself, or is a model that vLLM does not
                 serve with LoRA.
-
         """
         if isinstance(source, ModelShape):
             return source
@@ -58,13 +58,14 @@ class ModelShape:
 
     def modules(self) -> Iterator[tuple[str, Module]]:
         """Each runtime module with its path, e.g. `model.layers.0.self_attn.qkv_proj`, layers in order."""
-        named = [
-            (group.path(layer, module), module)
-            for group in self.groups
-            for layer in group.numbers
-            for module in group.modules
-        ]
+        named = ((group.path(layer, module), module) for group, module, layer in self.places())
         return iter(sorted(named, key=lambda item: _order(item[0])))
+
+    def places(self) -> Iterator[tuple[Group, Module, int]]:
+        """Each module of each layer, group by group; outside the layers with 0 for the layer."""
+        for group in self.groups:
+            for layer, module in itertools.product(group.numbers, group.modules):
+                yield group, module, layer
 
     @property
     def is_moe(self) -> bool:
@@ -91,7 +92,6 @@ def known_config(name: str) -> dict[str, Any]:
 
     Raises:
         SizingError: the table does not have it.
-
     """
     if name not in _table():
         raise SizingError("model", name, "is not in the built-in table; known_models() lists it")

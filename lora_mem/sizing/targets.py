@@ -116,12 +116,7 @@ def child_paths(module: Module, options: Resolved, path: str, expert: int = 0) -
 
 
 def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
-    """Which children of a module `target_modules` names.
-
-    Raises:
-        SizingError: it names a part of each routed expert, which vLLM does not take.
-
-    """
+    """Which children of a module `target_modules` names."""
     targets, paths = options.target_modules, child_paths(module, options, module.name)
     is_named = named(() if targets == "all-linear" else targets)
     if isinstance(module, Linear):
@@ -160,12 +155,7 @@ def rank_and_unscaled(module: str, options: Resolved) -> tuple[int, bool]:
 def ranks_in_layer(
     group: Group, module: Module, layer: int, taken: tuple[bool, ...], options: Resolved
 ) -> tuple[tuple[int, bool], ...]:
-    """The rank of each child in one layer and whether its scaling is 1; 0 and False where it is not `taken`.
-
-    Raises:
-        SizingError: the experts of one layer get different ranks, which vLLM does not take.
-
-    """
+    """The rank of each child in one layer and whether its scaling is 1; 0 and False where it is not `taken`."""
     path = group.peft_path(layer, module)
     if isinstance(module, Linear) or options.experts_in_one_tensor:
         found = [rank_and_unscaled(name, options) for name in child_paths(module, options, path)]
@@ -185,12 +175,7 @@ def ranks_in_layer(
 
 
 def check_targets(shape: ModelShape, options: Resolved) -> None:
-    """Refuse a name or a pattern that no module matches: PEFT and vLLM would leave it out without a word.
-
-    Raises:
-        SizingError: names what matches nothing.
-
-    """
+    """Refuse a name or a pattern that no module matches: PEFT and vLLM would leave it out without a word."""
     modules = [module for group in shape.groups for module in group.modules]
     if options.target_modules != "all-linear":
         available = {path for module in modules for path in child_paths(module, options, module.name)}

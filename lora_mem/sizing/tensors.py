@@ -152,12 +152,7 @@ def _factors(part: AdapterModule, options: Resolved) -> Iterator[_Factor]:
 
 
 def local_experts(module: Experts, options: Resolved) -> int:
-    """Routed experts that live in one worker.
-
-    Raises:
-        SizingError: expert parallelism does not divide them; vLLM's LoRA takes equal shares for granted.
-
-    """
+    """Routed experts that live in one worker."""
     size = options.expert_parallel_size
     if module.num_experts % size:
         raise SizingError(
@@ -176,12 +171,7 @@ def uses_3d_wrapper(module: Experts, options: Resolved) -> bool:
 
 
 def check_sharded_ranks(parts: Iterable[AdapterModule], options: Resolved) -> None:
-    """Refuse ranks that fully sharded experts cannot be sliced by; other modules' last ranks may be empty.
-
-    Raises:
-        SizingError: the rank of an expert is no multiple of the workers that it is sliced over.
-
-    """
+    """Refuse ranks that fully sharded experts cannot be sliced by; other modules' last ranks may be empty."""
     workers = options.expert_tensor_parallel_size
     if not options.fully_sharded_loras or workers == 1:
         return
