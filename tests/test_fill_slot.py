@@ -478,7 +478,7 @@ EVENTS = ["fill", "plain", "receive", "commit", "abort", "ask", "ask_the_last", 
     layout=st.sampled_from(LAYOUTS),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30),
 )
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 5)
 def test_the_slot_of_an_active_adapter_holds_what_is_registered(layout, events):
     vllm_hook.install()
     found = Worker(layout)

@@ -50,7 +50,7 @@ KINDS = ["whole", "again", "transposed", "head", "tail", "gapped", "expanded", "
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(KINDS)), min_size=1, max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_values_strides_and_sharing_survive(picks):
     # Pinned memory is asked for, so ordinary host memory is copied: the same code as for a GPU, with values to compare.
     bases = [torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * number for number in range(3)]
@@ -139,7 +139,7 @@ def test_the_sources_are_let_go(no_data):
 
 
 @given(st.lists(st.integers(0, 2000), max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_block_hands_out_disjoint_aligned_memory_and_no_more(sizes):
     block = HostBlock(sum(aligned(size) for size in sizes), pin=False)
     taken = [block.take((size,), torch.uint8) for size in sizes]

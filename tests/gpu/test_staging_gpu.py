@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
     seed=st.integers(0, 2**32 - 1),
     cuts=st.integers(1, 5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_from_the_gpu_in_any_order(layout, dtype, alpha, rslora, alias, on_host, seed, cuts):
     manager, layer = worker(layout)
     config = {"r": RANK, "lora_alpha": alpha, "use_rslora": rslora, "target_modules": []}
