@@ -186,3 +186,88 @@ def test_heads_that_do_not_divide_are_refused(architecture: str, workers: int, m
 def test_every_family_has_a_fact_from_vllm() -> None:
     configs = [known_config(fact["model"]) if "model" in fact else fact["config"] for fact in FACTS + FAMILY_FACTS]
     assert set(known().architectures) == {ModelShape.from_config(config).architecture for config in configs}
+
+
+CEDAR: dict[str, Any] = {
+    "model_type": "cedar",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_dense_layers": 1,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "vocab_size": 512,
+}
+
+
+def added(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> None:
+    path.write_text(text)
+    monkeypatch.setenv("LORA_MEM_FAMILIES", str(path))
+
+
+def test_the_documented_family_is_added_without_a_change_to_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
+    (snippet,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    assert len(snippet.splitlines()) == 5
+    with pytest.raises(SizingError, match="model_type='cedar': is not known"):
+        footprint(CEDAR, rank=8)
+    added(monkeypatch, tmp_path / "cedar.toml", snippet)
+    shape = ModelShape.from_config(CEDAR)
+    assert shape.architecture == "CedarForCausalLM"
+    assert [path for path, _ in shape.modules()] == [
+        "model.embed_tokens",
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.0.self_attn.dense",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.self_attn.qkv_proj",
+        "model.layers.1.self_attn.dense",
+        "model.layers.1.mlp.gate",
+        "model.layers.1.mlp.experts",
+        "model.layers.2.self_attn.qkv_proj",
+        "model.layers.2.self_attn.dense",
+        "model.layers.2.mlp.gate",
+        "model.layers.2.mlp.experts",
+        "lm_head",
+    ]
+    assert footprint(CEDAR, rank=8).slot_bytes > 0
+    with pytest.raises(SizingError, match="field num_dense_layers=None: is missing"):
+        ModelShape.from_config({**CEDAR, "num_dense_layers": None})
+
+
+LIKE_LLAMA = '[family.cedar]\narchitectures = ["CedarForCausalLM: cedar"]\nlike = "llama"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[family.cedar", "LORA_MEM_FAMILIES=.*is not valid TOML"),
+        (LIKE_LLAMA.replace("llama", "lama"), "like='lama': is no family; known: .*llama"),
+        (LIKE_LLAMA + 'layer = "atention"', "block='atention': is no block; known: .*attention"),
+        (LIKE_LLAMA + 'layer = "row o_proj hidden_size -> 1"', "module='row o_proj.*: must be like KIND NAME: INPUT"),
+        (LIKE_LLAMA + 'layer = "row o_proj: hidden_size -> 2 **"', r"expression='2 \*\*': cannot be read"),
+        (LIKE_LLAMA + 'layer = "row o_proj: hidden_size -> 2 ** 9"', r"expression='2 \*\* 9': is not in the language"),
+        (LIKE_LLAMA + "layer = \"row o_proj: hidden_size -> open('x')\"", "field open=None: is missing"),
+        (
+            LIKE_LLAMA + 'layer = "row o_proj: hidden_size -> raw(model_type)"',
+            "raw.model_type.='cedar': must be a whole",
+        ),
+        (LIKE_LLAMA + 'layer = "row o_proj: hidden_size -> 1, 2 = a, b, c"', "family='cedar': cannot be worked out"),
+        (LIKE_LLAMA + 'width = "height"\nheight = "width"\nlayer = "row o: width -> 1"', "family='cedar': cannot be"),
+    ],
+)
+def test_a_family_that_makes_no_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, message: str
+) -> None:
+    added(monkeypatch, tmp_path / "cedar.toml", text)
+    with pytest.raises(SizingError, match=message):
+        ModelShape.from_config(CEDAR)
+
+
+def test_a_file_of_families_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LORA_MEM_FAMILIES", str(tmp_path / "none.toml"))
+    with pytest.raises(SizingError, match=r"LORA_MEM_FAMILIES=.*none\.toml.*cannot be read"):
+        ModelShape.from_config(CEDAR)

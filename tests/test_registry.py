@@ -82,6 +82,6 @@ def test_pipeline_parallelism_is_refused_where_vllm_has_none() -> None:
     with pytest.raises(SizingError, match="pipeline_parallel_size=2: must be 1"):
         footprint(whisper, rank=8, pipeline_parallel_size=2)
     with pytest.raises(
-        SizingError, match=r"num_hidden_layers=3: must be 2 \(encoder_layers\): it is another name of it"
+        SizingError, match=r"num_hidden_layers=3: must be 2 \(encoder_layers\): two names for one number"
     ):
         footprint(whisper | {"num_hidden_layers": 3}, rank=8)

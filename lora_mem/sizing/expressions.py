@@ -1,6 +1,6 @@
 """The expressions of families.toml: a small part of Python over the fields of a config.json, walked, never executed.
 
-A name is what the nearest definition says (a parameter of a part, a value of a family), else a field of the config,
+A name is what the nearest definition says (a parameter of a block, a value of a family), else a field of the config,
 which must be a whole number of at least 1. In its own definition a name is the field, so that `head_dim = "head_dim |
 128"` gives the field a default.
 

@@ -23,28 +23,28 @@ from lora_mem.sizing.modules import Group, read_bytes
 
 Table = dict[str, Any]
 
-# What a family says beside its values and what it gives to parts.
+# What a family says beside its values and what it gives to blocks.
 KEYS = {"architectures", "around", "like", "pipeline", "check", "needs", "per_layer", "layer", "prefix", "peft_prefix"}
 KEYS |= {"outside", "text", "inside", "peft", "beside", "any_text", "variant", "variants"}
 
 
 @dataclass(frozen=True)
 class Families:
-    """The parts and families that are known.
+    """The blocks and families that are known.
 
     `architectures` maps an architecture of vLLM's registry to its family, and to the name of the text model in the
     checkpoint where that is inside a multimodal model. `model_types` maps the `model_type` of a config without
     `architectures`, or of the text model inside a multimodal one, to its architecture.
     """
 
-    parts: Table = field(default_factory=dict)
+    blocks: Table = field(default_factory=dict)
     families: Table = field(default_factory=dict)
     architectures: dict[str, tuple[str, str]] = field(default_factory=dict)
     model_types: dict[str, str] = field(default_factory=dict)
 
     def add(self, table: Table) -> None:
-        """Add the parts and families of one file."""
-        self.parts.update(table.get("part", {}))
+        """Add the blocks and families of one file."""
+        self.blocks.update(table.get("block", {}))
         for name, family in table.get("family", {}).items():
             self.families[name] = family
             for peft, listed in {"": family.get("architectures", []), **family.get("around", {})}.items():
@@ -128,7 +128,7 @@ class Families:
 
     def _scope(self, family: Table, config: Config, more: Table | None = None) -> Lines:
         values = {name: value for name, value in family.items() if name not in KEYS}
-        return Lines(self.parts, config, values | (more or {}))
+        return Lines(self.blocks, config, values | (more or {}))
 
 
 def _inside(group: Group, prefix: str, peft: str) -> Group:

@@ -3,7 +3,7 @@
     if CONDITION: LINE              and elif, else; or more lines, indented below it
     KIND NAME: INPUT -> SLICES = CHILDREN
     KIND NAME[COUNT]: INPUT -> SIZE = CHILDREN    experts
-    PART, PART(ARGUMENTS)           the modules of a part
+    BLOCK, BLOCK(ARGUMENTS)         the modules of a block
     [STAGE PREFIX x COUNT as PEFT_PREFIX]         the group of the modules that follow
 
 A semicolon ends a line too. docs/families.md explains each.
@@ -54,16 +54,16 @@ def _tree(rows: list[tuple[int, str]]) -> tuple[Line, ...]:
 
 
 class Lines(Scope):
-    """The names of a family, or of a part in it, and the modules that its lines stand for."""
+    """The names of a family, or of a block in it, and the modules that its lines stand for."""
 
     def __init__(
-        self, parts: dict[str, Any], config: Config, definitions: dict[str, Any], family: Lines | None = None
+        self, blocks: dict[str, Any], config: Config, definitions: dict[str, Any], family: Lines | None = None
     ) -> None:
-        """Define the values of a family (and what it gives to parts, as tables), or the parameters of a part."""
+        """Define the values of a family (and what it gives to blocks, as tables), or the parameters of a block."""
         self.given = {name: value for name, value in definitions.items() if isinstance(value, dict)}
         own = {name: value for name, value in definitions.items() if name not in self.given}
         super().__init__(config, own, family)
-        self.parts, self.family = parts, family or self
+        self.blocks, self.family = blocks, family or self
 
     def groups(self, text: str, own: Group | None = None) -> list[Group]:
         """The modules of some lines, each in the group of the header above it, the first ones in `own`."""
@@ -92,7 +92,7 @@ class Lines(Scope):
             elif rest.startswith("["):
                 yield self._header(rest)
             elif rest:
-                yield from self._part(parse(rest))
+                yield from self._block(parse(rest))
             yield from self.expand(line.inner)
 
     def _header(self, text: str) -> tuple[Group, ...]:
@@ -108,21 +108,21 @@ class Lines(Scope):
             return (replace(group, layers=tuple(numbers)),)
         return tuple(replace(group, prefix=prefix.replace("{}", str(number))) for number in numbers)
 
-    def _part(self, node: ast.expr) -> Iterator[Module | tuple[Group, ...]]:
+    def _block(self, node: ast.expr) -> Iterator[Module | tuple[Group, ...]]:
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = ast.unparse(call.func)
-        if name not in self.parts:
-            raise SizingError("families: part", name, f"is no part; known: {', '.join(sorted(self.parts))}")
-        part = self.parts[name]
-        parameters = {name: value for name, value in part.items() if name not in ("check", "modules")}
+        if name not in self.blocks:
+            raise SizingError("families: block", name, f"is no block; known: {', '.join(sorted(self.blocks))}")
+        block = self.blocks[name]
+        parameters = {name: value for name, value in block.items() if name not in ("check", "modules")}
         arguments = dict(zip([*parameters][: len(call.args)], call.args, strict=True))
         arguments |= {str(item.arg): item.value for item in call.keywords}
-        inner = Lines(self.parts, self.config, parameters, self.family)
+        inner = Lines(self.blocks, self.config, parameters, self.family)
         inner.names |= {name: Bound(value, self.family, "") for name, value in self.family.given.get(name, {}).items()}
         inner.names |= {name: Bound(value, self, "") for name, value in arguments.items()}
-        for condition in lines(part.get("check", "")):
+        for condition in lines(block.get("check", "")):
             inner.check(condition.text)
-        return inner.expand(part["modules"])
+        return inner.expand(block["modules"])
 
     def _module(self, text: str) -> Module:
         found = MODULE.fullmatch(text)
