@@ -179,8 +179,8 @@ class Layout:
             AdapterError: see `AdapterCheck.require`.
         """
         if names != self.checked:
-            shapes = {name: source.shape for name in sorted(names) if (source := self.sources[name])}
-            known = {name: self.names[name] for name in shapes}
+            known = {name: read for name, read in self.names.items() if name in names}
+            shapes = {name: source.shape for name in known if (source := self.sources[name])}
             check(shapes, known, self.served, lambda module: self.rank_and_scaling(module)[0]).require()
             self.checked = frozenset(names)
 

@@ -85,8 +85,9 @@ class Receiver:
             members = stack.pick(values)
             dtypes = set(map(_DTYPE, members))
             at_once = stack.scale is not None and stack.part not in self.parts and len(dtypes) == 1
-            # Torch concatenates nothing with the first that has as many elements but is not like it.
-            one_tells = at_once and len(set(map(_NUMEL, members))) == 1
+            # Torch stacks nothing with the first that is not like it; on a GPU, where it concatenates, nothing that has
+            # as many elements.
+            one_tells = at_once and (not members[0].is_cuda or len(set(map(_NUMEL, members))) == 1)
             fit = fit and _fits(members[:1] if one_tells else members, stack.part.shape[1:], dtypes)
             stacks.append((stack, members, at_once))
         if not fit:
@@ -174,15 +175,17 @@ class Receiver:
         """
         first, several = values[0], len(values) > 1
         place = own = self._place(part, part.shape if several else tuple(first.shape))
-        if first.is_cuda:
+        if first.is_cuda and several:
+            # `torch.stack` makes a view of each first, which takes longer.
             self._copies.make_room(place.nbytes)
-            own = torch.empty_like(place, device=first.device)
-        if not several:
-            own.copy_(first)
-        elif first.dtype == own.dtype:
-            torch.cat(values, out=own.flatten(0, 1))  # `torch.stack` makes a view of each first, which takes longer
+            own = torch.cat(values).view(part.shape).to(place.dtype)
+        elif first.is_cuda:
+            self._copies.make_room(place.nbytes)
+            own = torch.empty_like(place, device=first.device).copy_(first)
+        elif several and first.dtype == place.dtype:
+            torch.stack(values, out=place)
         else:
-            own.copy_(torch.cat(values).view(part.shape))
+            place.copy_(torch.stack(values) if several else first)
         if scale != 1.0:
             own.mul_(scale)
         if own is not place:
