@@ -50,38 +50,43 @@ class Case:
     @property
     def gpus(self) -> int:
         """GPUs that the engine takes."""
-        sizes = (value for name, value in self.parallel.items() if name.endswith("_size"))
-        return prod(sizes)
+        return prod(value for name, value in self.parallel.items() if name.endswith("_size"))
 
 
+QWEN3_30B = "Qwen/Qwen3-30B-A3B"
+FULLY_SHARDED = {"fully_sharded_loras": True}
+SHARED_OUTER = {"enable_moe_shared_loras": True}
+MIXED = {"enable_mixed_moe_lora_format": True}
+TP2 = {"tensor_parallel_size": 2}
 MLA = {"attention_backend": "TRITON_MLA"}
 SPARSE_MLA = {"attention_backend": "FLASHMLA_SPARSE"}
 
 # Hybrid models of no published size: geometry that covers Mamba 1 and 2 beside attention, dense MLPs and experts.
-FALCON_H1: dict[str, Any] = {
-    "model_type": "falcon_h1",
+HYBRID = {
     "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
+    "mamba_d_conv": 4,
+    "vocab_size": 65536,
+}
+FALCON_H1: dict[str, Any] = {
+    **HYBRID,
+    "model_type": "falcon_h1",
+    "intermediate_size": 6144,
+    "num_hidden_layers": 2,
     "head_dim": 128,
     "mamba_d_ssm": 3072,
     "mamba_n_heads": 48,
     "mamba_d_head": 64,
     "mamba_n_groups": 1,
     "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-    "vocab_size": 65536,
 }
 GRANITE_HYBRID: dict[str, Any] = {
+    **HYBRID,
     "model_type": "granitemoehybrid",
-    "hidden_size": 2048,
     "intermediate_size": 768,
     "shared_intermediate_size": 1024,
     "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
     "num_local_experts": 32,
     "num_experts_per_tok": 4,
     "layer_types": ["mamba", "mamba", "attention", "mamba"],
@@ -89,17 +94,13 @@ GRANITE_HYBRID: dict[str, Any] = {
     "mamba_d_head": 64,
     "mamba_n_groups": 1,
     "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-    "vocab_size": 65536,
     "position_embedding_type": "nope",
 }
 JAMBA: dict[str, Any] = {
+    **HYBRID,
     "model_type": "jamba",
-    "hidden_size": 2048,
     "intermediate_size": 4096,
     "num_hidden_layers": 6,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "attn_layer_period": 4,
@@ -107,134 +108,90 @@ JAMBA: dict[str, Any] = {
     "expert_layer_period": 2,
     "expert_layer_offset": 1,
     "mamba_d_state": 16,
-    "mamba_d_conv": 4,
     "mamba_expand": 2,
     "mamba_dt_rank": 128,
-    "vocab_size": 65536,
     "use_mamba_kernels": False,
 }
 
-# Large and small models in turns, so that few large ones are on the GPU at once.
+# Large and small models in turns, so that few large ones are on the GPU at once. Slots of rank 16 unless one is given.
 CASES = [
     Case("qwen3-0.6b-tied", "Qwen/Qwen3-0.6B", 4, {"max_loras": 3, "max_lora_rank": 8}),
     Case("llama-3.1-8b-r256", "meta-llama/Meta-Llama-3.1-8B", 2, {"max_loras": 2, "max_lora_rank": 256}),
     Case("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", 3, {"max_loras": 4, "max_lora_rank": 32}),
     Case("qwen3-235b", "Qwen/Qwen3-235B-A22B", 2, {"max_loras": 1, "max_lora_rank": 64}),
-    Case("qwen3-coder-480b", "Qwen/Qwen3-Coder-480B-A35B-Instruct", 2, {"max_loras": 1, "max_lora_rank": 16}),
-    Case("qwen3-30b-fully-sharded", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 32, "fully_sharded_loras": True}),
-    Case("qwen3-30b-shared-outer", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 32, "enable_moe_shared_loras": True}),
-    Case("qwen3-30b-r320", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 1, "max_lora_rank": 320}),
-    Case(
-        "qwen3-30b-targets",
-        "Qwen/Qwen3-30B-A3B",
-        2,
-        {"max_lora_rank": 16, "lora_target_modules": ["q_proj", "o_proj", "experts"]},
-    ),
+    Case("qwen3-coder-480b", "Qwen/Qwen3-Coder-480B-A35B-Instruct", 2, {"max_loras": 1}),
+    Case("qwen3-30b-fully-sharded", QWEN3_30B, 2, {"max_lora_rank": 32} | FULLY_SHARDED),
+    Case("qwen3-30b-shared-outer", QWEN3_30B, 2, {"max_lora_rank": 32} | SHARED_OUTER),
+    Case("qwen3-30b-r320", QWEN3_30B, 2, {"max_loras": 1, "max_lora_rank": 320}),
+    Case("qwen3-30b-targets", QWEN3_30B, 2, {"lora_target_modules": ["q_proj", "o_proj", "experts"]}),
     # float16 for the slots alone is refused: vLLM's kernels want them in the model's dtype.
-    Case("qwen3-30b-float16", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 16}, {"dtype": "float16"}),
-    Case("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", 2, {"max_loras": 2, "max_lora_rank": 16}),
+    Case("qwen3-30b-float16", QWEN3_30B, 2, engine={"dtype": "float16"}),
+    Case("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", 2, {"max_loras": 2}),
     Case("gpt-oss-120b", "openai/gpt-oss-120b", 2, {"max_loras": 1, "max_lora_rank": 32}),
-    Case("gpt-oss-20b-mixed", "openai/gpt-oss-20b", 2, {"max_lora_rank": 16, "enable_mixed_moe_lora_format": True}),
+    Case("gpt-oss-20b-mixed", "openai/gpt-oss-20b", 2, MIXED),
     Case("qwen3.5-397b", "Qwen/Qwen3.5-397B-A17B", 4, {"max_loras": 1, "max_lora_rank": 8}),
-    Case("qwen3-next", "Qwen/Qwen3-Next-80B-A3B-Instruct", 4, {"max_loras": 1, "max_lora_rank": 16}),
+    Case("qwen3-next", "Qwen/Qwen3-Next-80B-A3B-Instruct", 4, {"max_loras": 1}),
     Case("kimi-k2", "moonshotai/Kimi-K2-Instruct", 2, {"max_loras": 1, "max_lora_rank": 8}, MLA),
     Case("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 3, {"max_loras": 2, "max_lora_rank": 64}, MLA),
     Case(
         "minimax-m2.5",
         "MiniMaxAI/MiniMax-M2.5",
         2,
-        {"max_loras": 1, "max_lora_rank": 16},
-        {},
-        {"rotary_dim": 64, "scoring_func": "sigmoid"},
+        {"max_loras": 1},
+        extra={"rotary_dim": 64, "scoring_func": "sigmoid"},
     ),
-    Case(
-        "nemotron-3-nano-fully-sharded",
-        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-        8,
-        {"max_lora_rank": 16, "fully_sharded_loras": True},
-    ),
-    Case("glm-4.5-air", "zai-org/GLM-4.5-Air", 3, {"max_loras": 1, "max_lora_rank": 16}),
-    Case("phi-4", "microsoft/phi-4", 2, {"max_loras": 2, "max_lora_rank": 16}),
-    Case("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E-Instruct", 2, {"max_lora_rank": 16}),
+    Case("nemotron-3-nano-fully-sharded", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8, FULLY_SHARDED),
+    Case("glm-4.5-air", "zai-org/GLM-4.5-Air", 3, {"max_loras": 1}),
+    Case("phi-4", "microsoft/phi-4", 2, {"max_loras": 2}),
+    Case("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E-Instruct", 2),
     Case("qwen3-vl-30b", "Qwen/Qwen3-VL-30B-A3B-Instruct", 2, {"max_loras": 2, "max_lora_rank": 32}),
-    Case(
-        "qwen3-vl-30b-mixed",
-        "Qwen/Qwen3-VL-30B-A3B-Instruct",
-        2,
-        {"max_lora_rank": 16, "enable_mixed_moe_lora_format": True},
-    ),
+    Case("qwen3-vl-30b-mixed", "Qwen/Qwen3-VL-30B-A3B-Instruct", 2, MIXED),
     Case("deepseek-v3", "deepseek-ai/DeepSeek-V3", 4, {"max_loras": 2, "max_lora_rank": 32}, MLA),
-    Case("gemma-4-26b", "google/gemma-4-26B-A4B", 6, {"max_loras": 2, "max_lora_rank": 16}),
-    Case("falcon-h1", "", 2, {"max_loras": 2, "max_lora_rank": 16}, extra=FALCON_H1),
-    Case("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", 4, {"max_lora_rank": 16}, SPARSE_MLA),
+    Case("gemma-4-26b", "google/gemma-4-26B-A4B", 6, {"max_loras": 2}),
+    Case("falcon-h1", "", 2, {"max_loras": 2}, extra=FALCON_H1),
+    Case("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", 4, engine=SPARSE_MLA),
     Case("nemotron-3-nano-r64", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 8, {"max_lora_rank": 64}),
-    Case("jamba", "", 6, {"max_lora_rank": 16}, extra=JAMBA),
-    Case("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E-Instruct", 2, {"max_loras": 2, "max_lora_rank": 16}),
-    Case("qwen3-30b-r512", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 1, "max_lora_rank": 512}),
-    Case("glm-5", "zai-org/GLM-5", 4, {"max_lora_rank": 16}, SPARSE_MLA),
-    Case("granite-hybrid", "", 4, {"max_loras": 2, "max_lora_rank": 16}, extra=GRANITE_HYBRID),
-    Case("qwen3-30b-r1", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 16, "max_lora_rank": 1}),
-    Case("qwen1.5-moe", "Qwen/Qwen1.5-MoE-A2.7B", 2, {"max_loras": 2, "max_lora_rank": 16}),
-    Case(
-        "kimi-k2-shared-outer",
-        "moonshotai/Kimi-K2-Instruct",
-        2,
-        {"max_lora_rank": 16, "enable_moe_shared_loras": True},
-        MLA,
-    ),
-    Case("gpt-oss-20b-shared-outer", "openai/gpt-oss-20b", 2, {"max_lora_rank": 16, "enable_moe_shared_loras": True}),
-    Case(
-        "qwen3.5-35b-fully-sharded",
-        "Qwen/Qwen3.5-35B-A3B",
-        4,
-        {"max_loras": 2, "max_lora_rank": 16, "fully_sharded_loras": True},
-    ),
+    Case("jamba", "", 6, extra=JAMBA),
+    Case("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E-Instruct", 2, {"max_loras": 2}),
+    Case("qwen3-30b-r512", QWEN3_30B, 2, {"max_loras": 1, "max_lora_rank": 512}),
+    Case("glm-5", "zai-org/GLM-5", 4, engine=SPARSE_MLA),
+    Case("granite-hybrid", "", 4, {"max_loras": 2}, extra=GRANITE_HYBRID),
+    Case("qwen3-30b-r1", QWEN3_30B, 2, {"max_loras": 16, "max_lora_rank": 1}),
+    Case("qwen1.5-moe", "Qwen/Qwen1.5-MoE-A2.7B", 2, {"max_loras": 2}),
+    Case("kimi-k2-shared-outer", "moonshotai/Kimi-K2-Instruct", 2, SHARED_OUTER, MLA),
+    Case("gpt-oss-20b-shared-outer", "openai/gpt-oss-20b", 2, SHARED_OUTER),
+    Case("qwen3.5-35b-fully-sharded", "Qwen/Qwen3.5-35B-A3B", 4, {"max_loras": 2} | FULLY_SHARDED),
     Case(
         "gpt-oss-20b-mxfp4-marlin",
         "openai/gpt-oss-20b",
         2,
-        {"max_lora_rank": 16},
-        {"moe_backend": "marlin"},
+        engine={"moe_backend": "marlin"},
         moe_backend="mxfp4_marlin",
         quantization_config={"quant_method": "mxfp4"},
     ),
-    Case("qwen3-30b-fp8", "Qwen/Qwen3-30B-A3B", 2, {"max_lora_rank": 16}, {"quantization": "fp8"}),
+    Case("qwen3-30b-fp8", QWEN3_30B, 2, engine={"quantization": "fp8"}),
     Case(
         "qwen3-30b-fp8-per-block",
-        "Qwen/Qwen3-30B-A3B",
+        QWEN3_30B,
         2,
-        {"max_lora_rank": 16},
-        {"quantization": "fp8_per_block"},
-        {"moe_intermediate_size": 704},
+        engine={"quantization": "fp8_per_block"},
+        extra={"moe_intermediate_size": 704},
         moe_backend="fp8_per_block",
     ),
     Case(
         "qwen3-30b-gptq-marlin",
-        "Qwen/Qwen3-30B-A3B",
+        QWEN3_30B,
         2,
-        {"max_lora_rank": 16},
-        {"moe_backend": "auto", "dtype": "float16"},
+        engine={"moe_backend": "auto", "dtype": "float16"},
         quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     ),
     Case("mistral-small-24b", "mistralai/Mistral-Small-24B-Instruct-2501", 2, {"max_loras": 4, "max_lora_rank": 64}),
-    Case("tp2-qwen3-8b", "Qwen/Qwen3-8B", 2, {"max_loras": 2}, {"tensor_parallel_size": 2}),
-    Case("tp2-qwen3-30b", "Qwen/Qwen3-30B-A3B", 2, {"max_loras": 2}, {"tensor_parallel_size": 2}),
-    Case(
-        "tp2-qwen3-30b-fully-sharded",
-        "Qwen/Qwen3-30B-A3B",
-        2,
-        {"max_loras": 2, "fully_sharded_loras": True},
-        {"tensor_parallel_size": 2},
-    ),
-    Case(
-        "tp2-qwen3-30b-ep",
-        "Qwen/Qwen3-30B-A3B",
-        2,
-        {"max_loras": 2},
-        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-    ),
-    Case("tp2-qwen3.5-35b", "Qwen/Qwen3.5-35B-A3B", 4, {"max_loras": 1}, {"tensor_parallel_size": 2}),
-    Case("gemma-2-9b", "google/gemma-2-9b", 2, {"max_loras": 2, "max_lora_rank": 16}),
+    Case("tp2-qwen3-8b", "Qwen/Qwen3-8B", 2, {"max_loras": 2}, TP2),
+    Case("tp2-qwen3-30b", QWEN3_30B, 2, {"max_loras": 2}, TP2),
+    Case("tp2-qwen3-30b-fully-sharded", QWEN3_30B, 2, {"max_loras": 2} | FULLY_SHARDED, TP2),
+    Case("tp2-qwen3-30b-ep", QWEN3_30B, 2, {"max_loras": 2}, TP2 | {"enable_expert_parallel": True}),
+    Case("tp2-qwen3.5-35b", "Qwen/Qwen3.5-35B-A3B", 4, {"max_loras": 1}, TP2),
+    Case("gemma-2-9b", "google/gemma-2-9b", 2, {"max_loras": 2}),
 ]
 
 
@@ -301,19 +258,15 @@ def _listing(manager: Any) -> dict[str, Any]:
     return found
 
 
-def _sizing(case: Case) -> dict[str, Any]:
-    """A case's options as `footprint` takes them."""
-    lora = {name: value for name, value in case.lora.items() if name != "max_lora_rank"}
-    return {**lora, **case.parallel, "moe_backend": case.moe_backend, "dtype": case.engine.get("dtype", "bfloat16")}
-
-
 def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
     """The same listing by calculation: shapes by module and buffer, and the bytes of all."""
     from lora_mem.sizing.footprints import footprint
     from lora_mem.sizing.slots import worker_slots
 
     rank = case.lora.get("max_lora_rank", 16)
-    result = footprint(config_of(case), rank=rank, max_lora_rank=rank, **_sizing(case))
+    options = {**case.lora, **case.parallel, "rank": rank, "max_lora_rank": rank}
+    options |= {"moe_backend": case.moe_backend, "dtype": case.engine.get("dtype", "bfloat16")}
+    result = footprint(config_of(case), **options)
     assert result.shape
     assert result.options
     slots = worker_slots(result.shape, result.options)
@@ -321,22 +274,20 @@ def predict(case: Case) -> tuple[dict[str, dict[str, list[int]]], int]:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Measure a case in a child process and set the prediction beside it."""
-    command = [sys.executable, __file__, "--child", case.name]
+    """Measure a case in a child process and set the prediction beside it, or what went wrong as `error`."""
     try:
+        command = [sys.executable, __file__, "--child", case.name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return {**asdict(case), "equal": False, "error": f"took more than {SECONDS} seconds"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if not lines:
-        return {**asdict(case), "equal": False, "error": (done.stderr or done.stdout)[-3000:]}
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
-    predicted, predicted_bytes = predict(case)
-    measured = {
-        path: {name: buffer["shape"] for name, buffer in module["buffers"].items()}
-        for path, module in result["modules"].items()
-    }
-    allocated = sum(b["bytes"] for module in result["modules"].values() for b in module["buffers"].values())
+        lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+        if not lines:
+            raise RuntimeError((done.stderr or done.stdout)[-3000:])
+        result: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+        predicted, predicted_bytes = predict(case)
+    except Exception:
+        return {**asdict(case), "equal": False, "error": traceback.format_exc()}
+    buffers = {path: module["buffers"] for path, module in result["modules"].items()}
+    measured = {path: {name: one["shape"] for name, one in found.items()} for path, found in buffers.items()}
+    allocated = sum(one["bytes"] for found in buffers.values() for one in found.values())
     differing = [path for path in sorted({*predicted, *measured}) if predicted.get(path) != measured.get(path)]
     return {
         **result,
@@ -346,14 +297,6 @@ def run(case: Case) -> dict[str, Any]:
         "differing": differing,
         "equal": not differing and predicted_bytes == allocated,
     }
-
-
-def tried(case: Case) -> dict[str, Any]:
-    """`run`, with anything that goes wrong as the result's `error`."""
-    try:
-        return run(case)
-    except Exception:
-        return {**asdict(case), "equal": False, "error": traceback.format_exc()}
 
 
 def main() -> int:
@@ -382,7 +325,7 @@ def main() -> int:
         names = [name for name in names if name not in {line["name"] for line in earlier if line["equal"]}]
     good = True
     with arguments.output.open("w", encoding="utf-8") as file, ThreadPoolExecutor(arguments.jobs) as pool:
-        for future in as_completed([pool.submit(tried, by_name[name]) for name in names]):
+        for future in as_completed([pool.submit(run, by_name[name]) for name in names]):
             result = future.result()
             file.write(json.dumps(result) + "\n")
             file.flush()

