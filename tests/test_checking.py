@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -11,8 +12,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem.errors import AdapterError  # noqa: E402
+from lora_mem.errors import AdapterError, SizingError  # noqa: E402
 from lora_mem.sizing import rules  # noqa: E402
+from lora_mem.sizing.adapters import read_adapter  # noqa: E402
 from lora_mem.sizing.peft_config import plain_config  # noqa: E402
 from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName  # noqa: E402
 from lora_mem.sizing.targets import targeted  # noqa: E402
@@ -201,40 +203,41 @@ def test_a_config_may_be_a_dict_or_an_object():
     for config in (dataclasses.asdict(Config()), Config(), WithToDict()):
         assert plain_config(config) == expected
     assert plain_config({"r": 1, "lora_alpha": 0.5})["target_modules"] == []
-    for config, message in [
-        (3, "adapter_config is a int"),
-        ({"lora_alpha": 1}, r"adapter_config\['r'\] is None"),
-        ({"r": 0, "lora_alpha": 1}, r"adapter_config\['r'\] is 0"),
-        ({"r": True, "lora_alpha": 1}, r"adapter_config\['r'\] is True"),
-        ({"r": 1.5, "lora_alpha": 1}, r"adapter_config\['r'\] is 1.5; it must be a positive integer"),
-        ({"r": 8, "lora_alpha": float("nan")}, r"adapter_config\['lora_alpha'\] is nan; it must be a positive number"),
-        ({"r": 8, "lora_alpha": 10**400}, r"adapter_config\['lora_alpha'\] is 1000"),
-        ({"r": 8, "lora_alpha": 1, "modules_to_save": "score"}, r"\['modules_to_save'\] is 'score'; it must be a list"),
-        ({"r": 8, "lora_alpha": float("inf")}, r"adapter_config\['lora_alpha'\] is inf"),
-        (
-            {"r": 8, "lora_alpha": 1, "rank_pattern": [1]},
-            r"adapter_config\['rank_pattern'\] is \[1\]; it must be a dict",
-        ),
-        (
-            {"r": 8, "lora_alpha": 1, "rank_pattern": {"(": 4}},
-            r"\['rank_pattern'\] is {'\(': 4}; it must be a dict of names or regular",
-        ),
-        ({"r": 8, "lora_alpha": 1, "alpha_pattern": {"q": "4"}}, r"\['alpha_pattern'\]\['q'\] is '4'"),
-        ({"r": 8, "lora_alpha": 1, "target_modules": 3}, r"\['target_modules'\] is 3; it must be a list of names"),
-        ({"r": 8, "lora_alpha": 1, "peft_type": "IA3"}, r"\['peft_type'\] is 'IA3'; it must be LORA: vLLM serves no"),
-        ({"r": 8, "lora_alpha": 1, "use_rslora": "yes"}, r"\['use_rslora'\] is 'yes'; it must be True or False"),
-        ({"r": 8, "lora_alpha": 1, "exclude_modules": [3]}, r"\['exclude_modules'\] is \[3\]; it must be a list of"),
-        ({"r": 8, "lora_alpha": 1, "exclude_modules": "("}, r"\['exclude_modules'\] is '\('"),
-        ({"r": 8, "lora_alpha": 1, "layers_to_transform": ["1"]}, r"\['layers_to_transform'\] is \['1'\]; it must be"),
-        (
-            {"r": 8, "lora_alpha": 1, "target_modules": "("},
-            r"\['target_modules'\] is '\('; it must be a list of names or a regular expr",
-        ),
-        ({"r": 8, "lora_alpha": 1, ("a",): 1}, "is not plain values"),
-        ({"r": 8, "lora_alpha": -1}, r"adapter_config\['lora_alpha'\] is -1"),
-    ]:
+    for config, message in [(3, "adapter_config is a int"), (PEFT | {("a",): 1}, "is not plain values")]:
         with pytest.raises(AdapterError, match=message):
             plain_config(config)
+
+
+PEFT = {"r": 8, "lora_alpha": 1}
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "allowed"),
+    [
+        ("r", (None, 0, -1, 8.5, INF, NAN, "8", True), "must be a positive integer"),
+        ("lora_alpha", (None, 0, -1, INF, NAN, "8", True, 10**400), "must be a positive number"),
+        ("rank_pattern", ([1], "x", {"[": 4}, {"(": 4}), "must be a dict of names or regular expressions"),
+        ("rank_pattern", ({"q_proj": "x"}, {"q_proj": 0}, {"q_proj": 2.5}), "must be a positive integer"),
+        ("alpha_pattern", ([1], "x", {"(": 4}), "must be a dict of names or regular expressions"),
+        ("alpha_pattern", ({"q_proj": "x"}, {"q_proj": NAN}), "must be a positive number"),
+        ("target_modules", (3, "("), "must be a list of names or a regular expression, or 'all-linear'"),
+        ("exclude_modules", ([3], "("), "must be a list of names or a regular expression"),
+        ("modules_to_save", (5, "lm_head", [5]), "must be a list of names, or null"),
+        ("layers_to_transform", (["1"],), "must be the number of a layer, or a list of them"),
+        ("peft_type", ("IA3",), "must be LORA: vLLM serves no other"),
+        ("use_rslora", ("yes",), "must be True or False"),
+    ],
+)
+def test_a_field_of_the_config_that_is_not_as_peft_has_it(field, values, allowed):
+    for value in values:
+        config = PEFT | {field: value}
+        of_an_entry = isinstance(value, dict) and "dict" not in allowed
+        found = re.escape(repr(value["q_proj"] if of_an_entry else value))
+        with pytest.raises(AdapterError, match=rf"adapter_config\['{field}'\].* is {found}; it {allowed}"):
+            plain_config(config)
+        with pytest.raises(SizingError, match=rf"config field {field}.*: {allowed}"):
+            read_adapter({}, config)
 
 
 def test_many_names_are_written_as_ranges_and_few_in_full():

@@ -320,19 +320,6 @@ def test_status_tells_where_the_bytes_are(llm, hook, manager):
     assert set(hook.status().to_dict()) >= {"active", "inactive_because", "wrapped", "vllm_version", "in_tested_range"}
 
 
-def test_the_calculator_predicts_what_the_engine_holds(llm, hook, manager):
-    predicted = lora_mem.footprint(
-        testing.TINY_DENSE, rank=RANK, max_lora_rank=16, target_modules="all-linear", strategy="offload"
-    )
-    linear = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    request = hook.stage_adapter(1, *adapter(manager, wanted=linear, alpha=RANK))
-    llm.llm_engine.add_lora(request)
-    holders = hook.holders(manager)
-    assert holders["slots"] == {"cpu": predicted.slot_bytes}
-    assert hook.status().adapters[0].staged_bytes == {"cpu": predicted.staged_bytes}
-    assert holders["registered"] == {"cpu": predicted.packed_bytes}
-
-
 @pytest.mark.parametrize("scaling", [1, 2])
 @pytest.mark.parametrize("strategy", ["keep", "offload", "stage"])
 def test_predicted_equals_measured_line_by_line(llm, hook, manager, strategy, scaling):

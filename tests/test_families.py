@@ -92,14 +92,6 @@ def test_at_least_forty_models_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GPT2LMHeadModel", "KimiK25ForConditionalGeneration", "MiMoV2FlashForCausalLM"]
-)
-def test_a_model_without_lora_gets_an_error_and_no_number(architecture: str) -> None:
-    with pytest.raises(SizingError, match=r"is not known to be served with LoRA.*docs/families\.md.*Known: .*LlamaFor"):
-        ModelShape.from_config({"architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2})
-
-
-@pytest.mark.parametrize(
     ("model", "field"),
     [
         ("deepseek-ai/DeepSeek-V3", "q_lora_rank"),
