@@ -14,7 +14,7 @@ from lora_mem.errors import SizingError
 from lora_mem.sizing import peft_config, rules
 from lora_mem.sizing.counting import packed_rows, sum_modules
 from lora_mem.sizing.footprints import Footprint, combine, footprint
-from lora_mem.sizing.modules import Experts, Module, parse_object, read_bytes
+from lora_mem.sizing.modules import Experts, Module, parse_object, read_object
 from lora_mem.sizing.options import ITEMSIZE, MAX_LORA_RANKS, RECEIVED_ITEMSIZE
 from lora_mem.sizing.resolving import Resolved, slot_rank
 from lora_mem.sizing.rules import AdapterCheck
@@ -278,8 +278,7 @@ def read_adapter(source: str | Path | Mapping[str, Any], config: Mapping[str, An
         path = Path(source)
         name, tensors = str(path), tuple(_from_file(_file(path, "adapter_model.safetensors")))
         if config is None:
-            config_path = _file(path, "adapter_config.json")
-            config = parse_object(read_bytes(config_path, "adapter"), "adapter", str(config_path))
+            config = read_object(_file(path, "adapter_config.json"), "adapter")
     else:
         raise SizingError("source", source, "must be the directory of an adapter, or a dict of tensors")
     for (field, *keys), value, allowed in peft_config.problems(config):

@@ -15,21 +15,18 @@ Check = Callable[[str, Any], Any]
 
 
 def whole_number(name: str, value: object, minimum: int = 1) -> int:
-    """The value, if it is a whole number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise SizingError(name, value, f"must be a whole number >= {minimum}")
     return value
 
 
 def positive_number(name: str, value: object) -> float:
-    """The value, if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST_FLOAT:
         raise SizingError(name, value, "must be a finite number above 0")
     return value
 
 
 def flag(name: str, value: object) -> bool:
-    """The value, if it is True or False."""
     if not isinstance(value, bool):
         raise SizingError(name, value, "must be True or False")
     return value

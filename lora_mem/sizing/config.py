@@ -17,11 +17,9 @@ class Config:
         self.fields, self.where, self.inside = fields, where, inside
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
         return self.fields.get(name) is not None
 
     def error(self, name: str, allowed: str) -> SizingError:
-        """The error for field `name`."""
         return SizingError(f"{self.where}: field {self.inside}{name}", self.fields.get(name), allowed)
 
     def raw(self, name: str, missing: Any = None) -> Any:
@@ -29,13 +27,11 @@ class Config:
         return self.fields.get(name, missing)
 
     def sub(self, name: str) -> Config:
-        """The nested object `name`."""
         if not isinstance(self.fields.get(name), dict):
             raise self.error(name, "must be an object")
         return Config(self.fields[name], self.where, f"{self.inside}{name}.")
 
     def number(self, name: str, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
         value = self.fields.get(name)
         if value is None:
             raise self.error(name, f"is missing; a whole number >= {minimum} is needed")
@@ -44,14 +40,12 @@ class Config:
         return value
 
     def real(self, name: str) -> float:
-        """A number above 0."""
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**64:
             raise self.error(name, "must be a number above 0")
         return value
 
     def flag(self, name: str) -> bool:
-        """True or false."""
         value = self.fields.get(name)
         if not isinstance(value, bool):
             raise self.error(name, "must be true or false")
@@ -84,7 +78,6 @@ class Field:
     others: tuple[str, ...] = ()
 
     def value(self) -> Any:
-        """What it holds."""
         if self.others:
             need = "a whole number >= 1" if self.read is Config.number else "one of them"
             raise self.config.error(self.name, f"is missing (and so is {', '.join(self.others)}); {need} is needed")

@@ -54,7 +54,6 @@ def slot_bytes(shape: ModelShape, options: Resolved) -> int:
 
 
 def adapter_bytes(shape: ModelShape, options: Resolved) -> AdapterBytes:
-    """Bytes of the adapter that the options describe."""
     key = ("adapter", *_ADAPTER_DEPENDS_ON(options))
     if key not in shape.memo:
         shape.memo[key] = sum_modules(adapter_modules(shape, options), options)
@@ -104,7 +103,6 @@ def rows_of(shape: ModelShape, options: Resolved, holder: str) -> Iterator[dict[
 def packed_rows(
     modules: Iterable[AdapterModule], options: Resolved, holder: str = "packed"
 ) -> Iterator[dict[str, Any]]:
-    """The rows of packed tensors."""
     for one in modules:
         yield _row(holder, one.path, one.count, packed_tensors(one, options), options.lora_dtype)
 

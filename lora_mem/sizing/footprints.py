@@ -43,7 +43,6 @@ class Line(NamedTuple):
     meaning: str
 
     def __str__(self) -> str:
-        """The figure, the formula and its inputs in one line."""
         inputs = ", ".join(f"{key}={value}" for key, value in self.inputs.items())
         return f"{self.name} = {self.bytes:,} bytes ({gib(self.bytes)}) = {self.formula}  [{inputs}]"
 
@@ -227,7 +226,6 @@ class Footprint:
         return draw(self, ax)
 
     def __repr__(self) -> str:
-        """Plain and stable: a table of the figures."""
         rows = [f"  {line.name:<20} {line.bytes:>20,}  {gib(line.bytes):>14}" for line in self.lines]
         assumed = [f"  assumed: {self.assumes}"] if self.assumes else []
         return "\n".join([f"Footprint of {self._title()}", *rows, *assumed])
@@ -312,7 +310,6 @@ class Comparison:
         return sorted(rows, key=lambda row: HOLDERS.index(row["holder"]))
 
     def __repr__(self) -> str:
-        """Plain and stable."""
         head = f"{'figure':<20} {'predicted':>20} {'measured':>20} {'difference':>20}"
         body = [
             f"{name:<20} {predicted:>20} {measured:>20} {more:>20}" for name, predicted, measured, more in self._cells()

@@ -108,7 +108,6 @@ def join(prefix: str, name: str) -> str:
 
 
 def parse_object(text: str | bytes, what: str, where: str) -> dict[str, Any]:
-    """The JSON object in `text`, which came from `where`."""
     try:
         found = json.loads(text)
     except ValueError as error:  # not UTF-8, not JSON, a number of too many digits
@@ -120,8 +119,12 @@ def parse_object(text: str | bytes, what: str, where: str) -> dict[str, Any]:
     return found
 
 
+def read_object(path: Path, what: str, where: str = "") -> dict[str, Any]:
+    """The JSON object in a file, which errors call `where`."""
+    return parse_object(read_bytes(path, what), what, where or str(path))
+
+
 def read_bytes(path: Path, what: str) -> bytes:
-    """What a file holds."""
     try:
         return path.read_bytes()
     except OSError as error:

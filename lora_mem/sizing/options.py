@@ -77,7 +77,6 @@ class Option:
     default: Any = None
 
     def __str__(self) -> str:
-        """Name, default and help, as the docs have it."""
         default = {REQUIRED: "required", None: "optional"}.get(self.default, f"default {self.default}")
         return f"{self.name} ({default}): {self.help}"
 
@@ -206,7 +205,7 @@ class Options:
         None
     )
 
-    def __post_init__(self) -> None:  # noqa: D105
+    def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
             if value is not None or option.default is not None:

@@ -104,7 +104,6 @@ class Plan:
         raise SizingError("question", question, f"must be one of {', '.join(QUESTIONS)}")
 
     def __getitem__(self, question: str) -> int | None:
-        """The value of one answer."""
         return self.answer(question).value
 
     def why(self, question: str) -> str:
@@ -135,7 +134,6 @@ class Plan:
         return pandas.DataFrame([*self.answers])[["question", "value", "unit", "formula", "reason"]]
 
     def __repr__(self) -> str:
-        """Plain and stable."""
         head = f"{self.footprint.model}: {self.verdict}, {gib(self.headroom_bytes)} of headroom per GPU"
         return "\n".join([head, *(f"  {answer.words:<36} {answer.text()}" for answer in self.answers)])
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import TypeVar
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing.modules import Experts
@@ -13,7 +11,6 @@ from lora_mem.sizing.options import MAX_LORA_RANKS, MOE_BACKENDS, OPTIONS, Optio
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.targets import check_targets, deployed, scaling_of
 
-Value = TypeVar("Value")
 MAX_VOCAB_SIZE = 258048  # LogitsProcessorWithLoRA refuses more
 # Quantizations of a checkpoint whose MoE methods leave sizes as they are, whatever computes the experts.
 KEEPS_SIZES = frozenset(
@@ -44,7 +41,7 @@ class Resolved(Options):
     assumes: str
 
     def __post_init__(self) -> None:
-        """Nothing: the values were checked as `Options`."""
+        pass  # the values were checked as `Options`
 
     @property
     def folded_scaling(self) -> float | None:
@@ -69,7 +66,7 @@ class Resolved(Options):
 
 def resolve(shape: ModelShape, given: Options) -> Resolved:
     """Check the options against the model and each other as vLLM would, and fill in the defaults."""
-    largest = max([given.rank, *(rank for _, rank in _entries(given.rank_pattern))])
+    largest = max([given.rank, *dict(given.rank_pattern or ()).values()])
     tp, pp, dp = given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size
     _check_parallel(shape, given)
     mixed, outer = (shape.is_moe and on for on in (given.enable_mixed_moe_lora_format, given.enable_moe_shared_loras))
@@ -81,8 +78,8 @@ def resolve(shape: ModelShape, given: Options) -> Resolved:
     options = Resolved(
         **{name: getattr(given, name) for name in OPTIONS}
         | {
-            "rank_pattern": _entries(given.rank_pattern),
-            "alpha_pattern": _entries(given.alpha_pattern),
+            "rank_pattern": given.rank_pattern or (),
+            "alpha_pattern": given.alpha_pattern or (),
             "lora_alpha": _alpha(given),
             "scaling": None,
             "is_3d_lora_weight": _format(shape, given.is_3d_lora_weight, mixed, outer),
@@ -196,7 +193,3 @@ def _check_deployment(shape: ModelShape, targets: tuple[str, ...] | None) -> Non
                     f"must be at most {MAX_VOCAB_SIZE} where lm_head has slots, as vLLM requires; leave lm_head out"
                     " of lora_target_modules",
                 )
-
-
-def _entries(pattern: Mapping[str, Value] | tuple[tuple[str, Value], ...] | None) -> tuple[tuple[str, Value], ...]:
-    return tuple(pattern.items()) if isinstance(pattern, Mapping) else pattern or ()

@@ -64,7 +64,6 @@ class AdapterCheck:
             raise AdapterError(self.errors[0])
 
     def __repr__(self) -> str:
-        """Plain and stable."""
         lines = [f"AdapterCheck: {len(self.served)} modules served, {len(self.ignored)} tensors ignored,"]
         lines[0] += f" {len(self.refused)} refused"
         lines += [f"  refused for {what}={value!r}: {why}" for what, (value, why) in self.refused_for.items()]

@@ -79,7 +79,6 @@ class ExpertLayer:
 
     @property
     def local_experts(self) -> int:
-        """How many experts this worker holds."""
         return self.experts if self.count is None else self.count
 
     @property
@@ -105,7 +104,6 @@ class ExpertLayer:
         return ServedModule(packed_in=self.name, projections=projections, **fields)
 
     def _split(self) -> dict[str, ServedModule]:
-        """Each expert by itself."""
         count = 2 if self.non_gated else 3
         takes = [
             [self._module(_whole(kind), expert=expert) for kind in range(count)]

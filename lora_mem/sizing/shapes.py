@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_mem.errors import SizingError
 from lora_mem.sizing.config import Config
-from lora_mem.sizing.modules import Experts, Group, Module, parse_object, read_bytes
+from lora_mem.sizing.modules import Experts, Group, Module, read_object
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ class ModelShape:
         return any(isinstance(module, Experts) for group in self.groups for module in group.modules)
 
     def __repr__(self) -> str:
-        """Plain and stable: name, architecture, layers and modules."""
         modules = sum(len(group.numbers) * len(group.modules) for group in self.groups)
         return f"ModelShape({self.name!r}, {self.architecture}, layers={self.num_hidden_layers}, modules={modules})"
 
@@ -132,7 +131,7 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
     except (OSError, RuntimeError) as error:  # a name too long for a file, a home that is nobody's
         raise SizingError("model", source, f"is no name and no path ({error})") from None
     if is_file:
-        return parse_object(read_bytes(path, "model"), "model", str(path)), str(path)
+        return read_object(path, "model"), str(path)
     text = str(source)
     if path.suffix == ".json" or text.count("/") != 1 or text.startswith((".", "~", "/")):
         raise SizingError(
@@ -164,7 +163,7 @@ def _from_hub(name: str) -> dict[str, Any]:
         raise SizingError(
             "model", name, f"is not in the built-in table and could not be read from the hub ({reason})"
         ) from None
-    return parse_object(read_bytes(Path(path), "model"), "model", name)
+    return read_object(Path(path), "model", name)
 
 
 def _build(fields: dict[str, Any], where: str) -> ModelShape:

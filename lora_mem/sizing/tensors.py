@@ -29,7 +29,6 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of all copies."""
         return prod(self.shape) * self.copies
 
 
@@ -152,7 +151,6 @@ def _factors(part: AdapterModule, options: Resolved) -> Iterator[_Factor]:
 
 
 def local_experts(module: Experts, options: Resolved) -> int:
-    """Routed experts that live in one worker."""
     size = options.expert_parallel_size
     if module.num_experts % size:
         raise SizingError(

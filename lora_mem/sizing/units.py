@@ -32,7 +32,6 @@ def most_under_way(packed: int, largest: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to `BLOCK_ALIGNMENT`."""
     return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
 
