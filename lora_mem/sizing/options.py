@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing import checks
 
 Strategy = Literal["keep", "offload", "stage"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -38,6 +39,74 @@ MOE_BACKENDS = {
 Ranks = Mapping[str, int] | tuple[tuple[str, int], ...]
 Alphas = Mapping[str, float] | tuple[tuple[str, float], ...]
 Function = TypeVar("Function", bound=Callable[..., Any])
+Value = TypeVar("Value")
+Check = Callable[[str, Any], Any]
+"""Returns a value as `Options` holds it, or raises a `SizingError` that names it."""
+
+
+def whole_number(name: str, value: object, minimum: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise SizingError(name, value, f"must be a whole number >= {minimum}")
+    return value
+
+
+def positive_number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise SizingError(name, value, "must be a finite number above 0")
+    return value
+
+
+def true_or_false(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise SizingError(name, value, "must be True or False")
+    return value
+
+
+def one_of(allowed: Sequence[object], why: str = "") -> Check:
+    """A check that takes what is `allowed`; `why` ends the error."""
+
+    def check(name: str, value: object) -> object:
+        if type(value) is not type(allowed[0]) or value not in allowed:
+            raise SizingError(name, value, f"must be one of {', '.join(map(str, allowed))}{why}")
+        return value
+
+    return check
+
+
+def module_names(name: str, value: Any) -> str | tuple[str, ...]:
+    """`all-linear`, or one or more names of modules as a tuple."""
+    if value == "all-linear":
+        return "all-linear"
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence | set) else ()
+    if not names or not all(isinstance(one, str) and one for one in names):
+        raise SizingError(name, value, "must be all-linear, or one or more names of modules")
+    if "all-linear" in names:
+        raise SizingError(name, list(names), "all-linear must stand alone")
+    return names
+
+
+def deployment_names(name: str, value: Any) -> tuple[str, ...]:
+    """One or more names of modules as a tuple."""
+    names = module_names(name, value)
+    if isinstance(names, str):
+        raise SizingError(name, names, "must name modules; leave it out for all of them")
+    return names
+
+
+def pattern(name: str, value: Any, check: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
+    """The entries of PEFT's `rank_pattern` or `alpha_pattern`: names or regular expressions, and allowed numbers."""
+    if isinstance(value, tuple) and all(isinstance(entry, tuple) and len(entry) == 2 for entry in value):
+        value = dict(value)  # as this function returned it
+    if value is not None and not isinstance(value, Mapping):
+        raise SizingError(name, value, "must be a dict of names or regular expressions to numbers")
+    entries = []
+    for key, number in (value or {}).items():
+        try:
+            re.compile(rf"(.*\.)?({key})$" if isinstance(key, str) else key)
+        except (re.error, TypeError) as error:
+            raise SizingError(f"{name} key", key, f"must be a name or a regular expression ({error})") from None
+        entries.append((key, check(f"{name}[{key!r}]", number)))
+    return tuple(entries)
 
 
 def _names_in(text: str) -> str | list[str]:
@@ -61,14 +130,14 @@ REQUIRED = MISSING
 class Option:
     """One option, for whoever lists options or asks for them: docs, a command line, widgets.
 
-    `check(name, value)` returns the value as `Options` holds it. `flag` is what a command line calls the option.
+    `flag` is what a command line calls the option.
     `type` is int, float, bool or str; `str` also for names and patterns, which `read` takes out of text.
     `default` is `REQUIRED` where there is none, and None where the model or other options decide.
     `Options` fills in name, type and default from its fields.
     """
 
     help: str
-    check: checks.Check
+    check: Check
     flag: str = ""
     choices: tuple[Any, ...] = ()
     read: Callable[[str], Any] = str
@@ -82,19 +151,19 @@ class Option:
 
 
 def _whole(help: str, flag: str = "", minimum: int = 1) -> Option:
-    return Option(help, partial(checks.whole_number, minimum=minimum), flag)
+    return Option(help, partial(whole_number, minimum=minimum), flag)
 
 
 def _flag(help: str, flag: str = "") -> Option:
-    return Option(help, checks.flag, flag)
+    return Option(help, true_or_false, flag)
 
 
-def _pattern(help: str, number: checks.Check) -> Option:
-    return Option(help, partial(checks.pattern, check=number), read=_json_in)
+def _pattern(help: str, number: Check) -> Option:
+    return Option(help, partial(pattern, check=number), read=_json_in)
 
 
 def _choice(help: str, choices: Sequence[Any], why: str = "") -> Option:
-    return Option(help, checks.one_of(choices, why), choices=tuple(choices))
+    return Option(help, one_of(choices, why), choices=tuple(choices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +184,7 @@ class Options:
             " 'experts' for the routed experts, or 'all-linear': every linear layer that vLLM serves but lm_head,"
             " routed experts included (PEFT leaves experts out where they are parameters; then name what the adapter"
             " has). Slots do not depend on it: vLLM allocates them for every module that it can serve.",
-            checks.module_names,
+            module_names,
             read=_names_in,
         ),
     ] = "all-linear"
@@ -152,7 +221,7 @@ class Options:
         Option(
             "vLLM's deployment-wide target_modules: slots for these only. Runtime names (qkv_proj), whole paths, or"
             " packed children (q_proj); default every module that vLLM can serve.",
-            checks.deployment_names,
+            deployment_names,
             read=_names_in,
         ),
     ] = None
@@ -179,7 +248,7 @@ class Options:
     ] = "auto"
     rank_pattern: Annotated[
         Ranks | None,
-        _pattern("PEFT's ranks by name or regular expression; each must match a module.", checks.whole_number),
+        _pattern("PEFT's ranks by name or regular expression; each must match a module.", whole_number),
     ] = None
     lora_alpha: Annotated[
         float | None,
@@ -187,15 +256,15 @@ class Options:
             "PEFT's alpha; with the ranks, alpha_pattern and use_rslora it decides the scaling of each module. Where"
             " that is 1 nothing is folded into B, so that vLLM keeps the staged B of dense modules as it is; where it"
             " is not known it counts as another number.",
-            checks.positive_number,
+            positive_number,
         ),
     ] = None
     scaling: Annotated[
-        float | None, Option("alpha / rank (or by rsLoRA's rule), in place of lora_alpha.", checks.positive_number)
+        float | None, Option("alpha / rank (or by rsLoRA's rule), in place of lora_alpha.", positive_number)
     ] = None
     alpha_pattern: Annotated[
         Alphas | None,
-        _pattern("PEFT's alphas by name or regular expression; each must match a module.", checks.positive_number),
+        _pattern("PEFT's alphas by name or regular expression; each must match a module.", positive_number),
     ] = None
     use_rslora: Annotated[bool, _flag("PEFT's rsLoRA: the scaling is alpha / sqrt(rank).")] = False
     is_3d_lora_weight: Annotated[

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from lora_mem.drawing import html_table
 from lora_mem.errors import SizingError
-from lora_mem.sizing.checks import whole_number
 from lora_mem.sizing.footprints import FIGURES, Footprint, footprint
-from lora_mem.sizing.options import MAX_LORA_RANKS, OptionKeywords, Options, gather, takes_options
+from lora_mem.sizing.options import MAX_LORA_RANKS, OptionKeywords, Options, gather, takes_options, whole_number
 from lora_mem.sizing.shapes import ModelShape, known_models
 from lora_mem.sizing.units import gib
 

@@ -57,14 +57,12 @@ def adapter_modules(shape: ModelShape, options: Resolved) -> Iterator[AdapterMod
                 continue
             path = group.path(None, module)
             dtypes = ((options.dtype, options.dtype),) * len(taken)
-            if options.rank_pattern or options.alpha_pattern:
-                kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in group.numbers)
-            else:
-                unscaled = options.folded_scaling == 1
-                kinds = Counter({tuple((options.rank * is_in, unscaled) for is_in in taken): len(group.numbers)})
+            # Without patterns one layer is as the others.
+            layers = group.numbers if options.rank_pattern or options.alpha_pattern else group.numbers[:1]
+            kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
             for kind, count in kinds.items():
-                ranks, ones = zip(*kind, strict=True)
-                yield AdapterModule(path, module, count, ranks, dtypes, ones)
+                ranks, unscaled = zip(*kind, strict=True)
+                yield AdapterModule(path, module, count * len(group.numbers) // len(layers), ranks, dtypes, unscaled)
 
 
 def packed_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
