@@ -43,8 +43,6 @@ def register(shell: Any) -> None:
         return profiler.result
 
     lora_mem.__doc__ = f"""{parser.format_help()}
-The parts of an adapter's load show by themselves; `with phase("stage"):` of
-`lora_mem.observe.profiler` marks parts of your own.
-A cell that awaits takes `with lora_mem.profile() as profiler:` instead.
+The parts of an adapter's load show by themselves; `with lora_mem.observe.profiler.phase("stage"):` marks your own.
 """
     shell.register_magic_function(lora_mem, magic_kind="cell", magic_name="lora_mem")

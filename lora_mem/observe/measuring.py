@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,9 +51,8 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
     worker, adapters = vllm_hook.live_worker(manager), vllm_hook.live_adapters(manager)
     adapter = _chosen(adapters, lora_int_id)
     strategy: Strategy = vllm_hook.status().strategy  # type: ignore[assignment]
-    slots = {
-        name: list(vllm_hook.slot_buffers(layer).values()) for name, layer in vllm_hook.lora_layers(manager).items()
-    }
+    layers = vllm_hook.lora_layers(manager)
+    slots = {name: list(vllm_hook.slot_buffers(layer).values()) for name, layer in layers.items()}
 
     def on_host(device: str) -> bool:
         return strategy != "keep" if worker.device.type == "cpu" else device == "cpu"
@@ -71,34 +71,23 @@ def measure(engine: Any = None, lora_int_id: int | None = None) -> Footprint:
     workers = worker.workers_per_node
     tensors = "sum over distinct tensors of their bytes"
     empty = {"slots": slot_bytes, "max_lora_rank": worker.max_lora_rank, "rank": adapter.rank}
+    on_the_gpu = {"slots": slot_bytes, "adapters": len(adapters)}
+    on_the_host = "sum over all adapters' distinct tensors on the host"
+    blocks_and_others = "blocks of laid-out adapters + next power of two of every other tensor's bytes"
+    shared = sum(size for key, size in packed.items() if key in staged)
+    per_node = {"workers_per_node": workers}
     # Bytes, formula and inputs of each figure.
     figures: dict[str, tuple[int, str, Mapping[str, Any]]] = {
         "packed_bytes": (packed_bytes, tensors, _where(_all(adapter.packed))),
         "staged_bytes": (sum(staged.values()), tensors, _where(_all(adapter.staged))),
-        "shared_bytes": (
-            sum(size for key, size in packed.items() if key in staged),
-            "sum over packed tensors that are staged ones",
-            {},
-        ),
+        "shared_bytes": (shared, "sum over packed tensors that are staged ones", {}),
         "slot_bytes": (slot_bytes, tensors, _where(_all(slots))),
         "slot_padding_bytes": (evaluate(PADDING, empty), PADDING, empty),
-        "host_bytes": (
-            host_bytes,
-            "sum over all adapters' distinct tensors on the host",
-            {"adapters": len(adapters)},
-        ),
-        "host_pinned_bytes": (
-            pinned,
-            "blocks of laid-out adapters + next power of two of every other tensor's bytes",
-            {},
-        ),
-        "node_host_bytes": (workers * host_bytes, "workers_per_node * host", {"workers_per_node": workers}),
-        "node_host_pinned_bytes": (workers * pinned, "workers_per_node * host_pinned", {"workers_per_node": workers}),
-        "gpu_resident_bytes": (
-            slot_bytes + resident,
-            "slots + adapters on the GPU",
-            {"slots": slot_bytes, "adapters": len(adapters)},
-        ),
+        "host_bytes": (host_bytes, on_the_host, {"adapters": len(adapters)}),
+        "host_pinned_bytes": (pinned, blocks_and_others, {}),
+        "node_host_bytes": (workers * host_bytes, "workers_per_node * host", per_node),
+        "node_host_pinned_bytes": (workers * pinned, "workers_per_node * host_pinned", per_node),
+        "gpu_resident_bytes": (slot_bytes + resident, "slots + adapters on the GPU", on_the_gpu),
         "gpu_sync_peak_bytes": (
             slot_bytes + brought_in,
             "slots + what bringing it in takes",
@@ -120,11 +109,11 @@ def _chosen(adapters: Mapping[int, LiveAdapter], lora_int_id: int | None) -> Liv
     known = ", ".join(map(str, adapters)) or "none"
     if lora_int_id is not None and lora_int_id not in adapters:
         raise LookupError(f"lora_int_id is {lora_int_id}; registered or staged in this worker: {known}")
-    if lora_int_id is None and len(adapters) > 1:
+    if lora_int_id is not None:
+        return adapters[lora_int_id]
+    if len(adapters) > 1:
         raise LookupError(f"lora_int_id is None, and this worker has several adapters; name one of {known}")
-    if lora_int_id is None:
-        return next(iter(adapters.values()), LiveAdapter(0, {}, {}, 0))
-    return adapters[lora_int_id]
+    return next(iter(adapters.values()), LiveAdapter(0, {}, {}, 0))
 
 
 def _all(modules: Mapping[str, list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -134,17 +123,21 @@ def _all(modules: Mapping[str, list[torch.Tensor]]) -> list[torch.Tensor]:
 def _where(tensors: list[torch.Tensor]) -> dict[str, int]:
     """How many tensors show distinct memory, their bytes by device, and of these the pinned ones."""
     every = memory(tensors)
-    found = {"tensors": len(every)}
+    by_device: Counter[str] = Counter()
     for (device, _), size in every.items():
-        found[device] = found.get(device, 0) + size
-    return {**found, "pinned": sum(memory(tensor for tensor in tensors if tensor.is_pinned()).values())}
+        by_device[device] += size
+    return {
+        "tensors": len(every),
+        **by_device,
+        "pinned": sum(memory(tensor for tensor in tensors if tensor.is_pinned()).values()),
+    }
 
 
 def _rows(holder: str, modules: Mapping[str, list[torch.Tensor]]) -> Iterator[dict[str, Any]]:
     """Each kind of module of one holder, as `Footprint.rows` has it: the layers' numbers left open."""
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[str, list[int]] = defaultdict(list)
     for name, tensors in modules.items():
-        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name, count=1), []).append(sum(memory(tensors).values()))
+        kinds[re.sub(r"\.\d+\.", ".*.", name, count=1)].append(sum(memory(tensors).values()))
     for kind, sizes in kinds.items():
         row = {"holder": holder, "module": kind, "count": len(sizes)}
         yield {**row, "formula": "sum over the layers' distinct tensors of their bytes", "bytes": sum(sizes)}

@@ -70,9 +70,9 @@ def plot_holders(footprints: Mapping[str, Footprint], ax: Axes | None = None) ->
     return ax
 
 
-def plot_phases(footprint: Footprint, ax: Axes | None = None, *, sleep_mode: bool = True) -> Axes:
+def plot_phases(footprint: Footprint, ax: Axes | None = None) -> Axes:
     """Stacked bars of what is on the GPU in each of `Footprint.phases`, in GiB."""
-    phases = footprint.phases(sleep_mode=sleep_mode)
+    phases = footprint.phases()
     sizes = {holder: [phase[holder] for phase in phases.values()] for holder in ("slots", "adapters")}
     ax = _by_holder(sizes, phases, ax)
     ax.set_title(f"{footprint.model} ({footprint.strategy})")
@@ -91,16 +91,15 @@ def plot_rank_by_tp(
     *,
     ranks: Sequence[int] = (8, 16, 32, 64, 128, 256),
     tensor_parallel_sizes: Sequence[int] = (1, 2, 4, 8),
-    figure: str = "slot_bytes",
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """Heat map of one figure over rank and tensor_parallel_size, in GiB; sizes that do not divide stay blank."""
+    """Heat map of the slots over rank and tensor_parallel_size, in GiB; sizes that do not divide stay blank."""
     import numpy as np
 
     ax = _axes(ax)
     frame = sweep(model, rank=list(ranks), tensor_parallel_size=list(tensor_parallel_sizes), **options)
-    grid = frame.pivot(index="rank", columns="tensor_parallel_size", values=figure) / GIB
+    grid = frame.pivot(index="rank", columns="tensor_parallel_size", values="slot_bytes") / GIB
     values = grid.reindex(index=list(ranks), columns=list(tensor_parallel_sizes)).to_numpy(dtype=float)
     ax.imshow(values, aspect="auto", cmap="viridis")
     bright = np.nanmin(values) + 0.6 * (np.nanmax(values) - np.nanmin(values))
@@ -110,7 +109,7 @@ def plot_rank_by_tp(
             ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
     ax.set_xticks(range(len(tensor_parallel_sizes)), list(map(str, tensor_parallel_sizes)))
     ax.set_yticks(range(len(ranks)), list(map(str, ranks)))
-    ax.set(xlabel="tensor_parallel_size", ylabel="rank", title=f"{figure}, GiB per worker")
+    ax.set(xlabel="tensor_parallel_size", ylabel="rank", title="slots, GiB per worker")
     return ax
 
 

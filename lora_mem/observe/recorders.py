@@ -45,9 +45,8 @@ def tracing(path: Path, *, ops: bool) -> Iterator[None]:
         tracer.export_chrome_trace(str(path))
         if not ops:
             trace = load_trace(path)
-            trace["traceEvents"] = [
-                e for e in trace["traceEvents"] if e.get("ph") == "M" or e.get("cat") in _WITHOUT_OPS
-            ]
+            events = trace["traceEvents"]
+            trace["traceEvents"] = [e for e in events if e.get("ph") == "M" or e.get("cat") in _WITHOUT_OPS]
             text = json.dumps(trace).encode()
             path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
@@ -56,17 +55,21 @@ def tracing(path: Path, *, ops: bool) -> Iterator[None]:
 def snapshotting(path: Path) -> Iterator[str]:
     """Write a snapshot of CUDA memory, with pinned memory where it is recorded; yields what will lack, or ""."""
     record = torch.cuda.memory._record_memory_history
-    options: dict[str, Any] = {"stacks": "python", "max_entries": _MOST_SNAPSHOT_ENTRIES}
     missing = ""
+    options: dict[str, Any] = {"stacks": "python", "max_entries": _MOST_SNAPSHOT_ENTRIES}
     if "record_pinned_host_memory" in inspect.signature(record).parameters:
         options["record_pinned_host_memory"] = True
     else:
         missing = f"torch's own pinned memory in the snapshot: torch {torch.__version__} does not record it there"
-    blocks = [_entry(1, HostBlock.pinned_bytes)] if HostBlock.pinned_bytes else []
+    blocks: list[dict[str, Any]] = []
 
     def watch(address: int, nbytes: int) -> None:
-        blocks.append(_entry(address, nbytes))
+        entry = {"action": "alloc" if nbytes > 0 else "free_completed", "addr": address, "size": abs(nbytes)}
+        frame = {"name": "HostBlock", "filename": "lora_mem/staging/pinned.py", "line": 0}
+        blocks.append(entry | {"stream": 0, "time_us": time.time_ns() // 1000, "frames": [frame]})
 
+    if HostBlock.pinned_bytes:
+        watch(1, HostBlock.pinned_bytes)
     record(**options)
     HostBlock.watchers.append(watch)
     try:
@@ -78,20 +81,7 @@ def snapshotting(path: Path) -> Iterator[str]:
         # Shown by the viewer as one more device, after the GPUs: the host's side of an offload.
         snapshot["device_traces"].append(blocks)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            pickle.dump(snapshot, file)
-
-
-def _entry(address: int, nbytes: int) -> dict[str, Any]:
-    """A pinned block as an entry of torch's snapshot; given back where `nbytes` is negative."""
-    return {
-        "action": "alloc" if nbytes > 0 else "free_completed",
-        "addr": address,
-        "size": abs(nbytes),
-        "stream": 0,
-        "time_us": time.time_ns() // 1000,
-        "frames": [{"name": "HostBlock", "filename": "lora_mem/staging/pinned.py", "line": 0}],
-    }
+        path.write_bytes(pickle.dumps(snapshot))
 
 
 @contextmanager

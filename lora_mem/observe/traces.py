@@ -11,14 +11,13 @@ from typing import Any
 
 from lora_mem.observe.results import Traced
 
-RANGE = "lora_mem: "
-"""Before a phase's name in a trace."""
+RANGE = "lora_mem: "  # before a phase's name in a trace
 
-Span = tuple[float, float]
-"""Begin and end."""
+Event = dict[str, Any]
+Span = tuple[float, float]  # begin and end
 
+# What a device does: the category of its events, and what their names contain.
 _DEVICE = {"kernels": ("kernel", ""), "to host": ("gpu_memcpy", "DtoH"), "to device": ("gpu_memcpy", "HtoD")}
-"""What a device does: the category of its events, and what their names contain."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,11 @@ class TracedPhase:
 
 
 def read_trace(path: str | Path) -> tuple[TracedPhase, ...]:
-    """The phases in a trace that `profile` wrote, in the order in which they began, the whole block first.
-
-    Args:
-        path: of a Chrome trace, `.json` or `.json.gz`.
-    """
-    events = read_events(path)
-    zero = min((event["ts"] for event in events), default=0)
+    """The phases in a trace that `profile` wrote, in the order in which they began, the whole block first."""
+    events = _events(path)
     kernels, to_host, to_device = (_of_device(events, kind) for kind in _DEVICE)
     found = []
-    for event in sorted(_ranges(events), key=lambda e: (e["ts"], -e["dur"])):
+    for event in _ranges(events):
         begin, end = event["ts"], event["ts"] + event["dur"]
         busy, down, up = (_spans(kind, begin, end) for kind in (kernels, to_host, to_device))
         traced = Traced(
@@ -52,22 +46,18 @@ def read_trace(path: str | Path) -> tuple[TracedPhase, ...]:
             to_device_seconds=_length(up),
             overlapped=_length(busy) + _length(down) - _length(_union(busy + down)),
         )
-        found.append(TracedPhase(_name(event), (begin - zero) / 1e6, (end - begin) / 1e6, traced))
+        found.append(TracedPhase(_name(event), begin / 1e6, (end - begin) / 1e6, traced))
     return tuple(found)
 
 
 def read_device(path: str | Path) -> dict[str, tuple[Span, ...]]:
-    """When a trace's device ran kernels, copied to the host and copied to the device: (begin, end), in seconds.
+    """When the device ran kernels, copied to the host and to the device: seconds since the trace's first event.
 
-    Of each kind intervals that do not touch, since the trace's first event; trace and phases as for `read_trace`.
+    Of each kind (begin, end) of intervals that do not touch.
     """
-    events = read_events(path)
-    zero = min((event["ts"] for event in events), default=0)
-    found = {}
-    for kind in _DEVICE:
-        spans = _spans(_of_device(events, kind), float("-inf"), float("inf"))
-        found[kind] = tuple(((begin - zero) / 1e6, (end - zero) / 1e6) for begin, end in spans)
-    return found
+    events = _events(path)
+    spans = {kind: _spans(_of_device(events, kind), 0, float("inf")) for kind in _DEVICE}
+    return {kind: tuple((begin / 1e6, end / 1e6) for begin, end in found) for kind, found in spans.items()}
 
 
 def trace_frame(path: str | Path) -> Any:
@@ -78,11 +68,11 @@ def trace_frame(path: str | Path) -> Any:
     """
     import pandas as pd
 
-    events = read_events(path)
-    ranges = sorted(_ranges(events), key=lambda event: event["ts"])
-    rows: dict[tuple[str, str, str], list[float]] = {}
+    events = _events(path)
+    ranges = _ranges(events)
+    rows = []
     ended: dict[Any, float] = {}
-    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+    for event in events:
         kind = {"cpu_op": "op", "kernel": "kernel", "gpu_memcpy": "copy"}.get(str(event.get("cat")))
         around = [r for r in ranges if r["ts"] <= event["ts"] < r["ts"] + r["dur"]]
         if kind is None or not around:
@@ -91,41 +81,41 @@ def trace_frame(path: str | Path) -> Any:
             if event["ts"] < ended.get(event["tid"], 0):
                 continue  # inside another operator
             ended[event["tid"]] = event["ts"] + event["dur"]
-        row = rows.setdefault((_name(around[-1]), kind, str(event["name"])), [0, 0.0])
-        row[0] += 1
-        row[1] += event["dur"] / 1e3
-    found = [(*names, *figures) for names, figures in rows.items()]
-    frame = pd.DataFrame(found, columns=["phase", "kind", "name", "calls", "milliseconds"])
+        rows.append((_name(around[-1]), kind, event["name"], event["dur"] / 1e3))
+    columns = ["phase", "kind", "name"]
+    times = pd.DataFrame(rows, columns=[*columns, "milliseconds"]).groupby(columns, sort=False).milliseconds
+    frame = times.agg(calls="count", milliseconds="sum").reset_index()
     return frame.sort_values("milliseconds", ascending=False, ignore_index=True)
-
-
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace that have a duration; microseconds."""
-    return [event for event in load_trace(Path(path))["traceEvents"] if event.get("ph") == "X"]
 
 
 def load_trace(path: Path) -> dict[str, Any]:
     """A Chrome trace, `.json` or `.json.gz`, as it is."""
-    trace: dict[str, Any] = json.loads(
-        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    )
+    text = path.read_bytes()
+    trace: dict[str, Any] = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
     return trace
 
 
-def _ranges(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _events(path: str | Path) -> list[Event]:
+    """What has a duration, the outer before the inner; microseconds since the first began."""
+    events = [event for event in load_trace(Path(path))["traceEvents"] if event.get("ph") == "X"]
+    zero = min((event["ts"] for event in events), default=0)
+    return sorted(({**e, "ts": e["ts"] - zero} for e in events), key=lambda e: (e["ts"], -e["dur"]))
+
+
+def _ranges(events: Iterable[Event]) -> list[Event]:
     return [e for e in events if e.get("cat") == "user_annotation" and str(e["name"]).startswith(RANGE)]
 
 
-def _name(event: dict[str, Any]) -> str:
+def _name(event: Event) -> str:
     return str(event["name"]).removeprefix(RANGE)
 
 
-def _of_device(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def _of_device(events: Iterable[Event], kind: str) -> list[Event]:
     category, direction = _DEVICE[kind]
     return [event for event in events if event.get("cat") == category and direction in event["name"]]
 
 
-def _spans(events: Iterable[dict[str, Any]], begin: float, end: float) -> list[Span]:
+def _spans(events: Iterable[Event], begin: float, end: float) -> list[Span]:
     """When any of these ran between two times, as intervals that do not touch."""
     within = [(max(begin, event["ts"]), min(end, event["ts"] + event["dur"])) for event in events]
     return _union([(first, last) for first, last in within if first < last])
@@ -146,6 +136,6 @@ def _length(spans: list[Span]) -> float:
     return sum(end - begin for begin, end in spans) / 1e6
 
 
-def _bytes(events: Iterable[dict[str, Any]], begin: float, end: float) -> int:
-    """Bytes of the copies that began between two times."""
+def _bytes(events: Iterable[Event], begin: float, end: float) -> int:
+    """Of the copies that began between two times."""
     return sum(int(event["args"]["bytes"]) for event in events if begin <= event["ts"] < end)
