@@ -33,14 +33,11 @@ def tracing(path: Path, *, ops: bool) -> Iterator[None]:
     """Write a Chrome trace of the block by torch's profiler; without `ops` phases, kernels and copies only."""
     if torch._C._autograd._profiler_enabled():
         raise RuntimeError("trace: a torch profiler is running already, and torch has one at a time; end it first")
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, kinds.CUDA] if torch.cuda.is_available() else [kinds.CPU]
-    tracer = torch.profiler.profile(activities=activities)
-    tracer.start()
+    tracer = torch.profiler.profile()  # of CPU and, where there is one, GPU
     try:
-        yield
+        with tracer:
+            yield
     finally:
-        tracer.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         tracer.export_chrome_trace(str(path))
         if not ops:

@@ -26,13 +26,13 @@ _FORMERLY = {"retained": "left", "retained_reserved": "left_reserved"}  # as old
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at one moment, or the most in some time. What the GPU has is None where CUDA is not initialised."""
+    """Bytes at one moment, or the most in some time."""
 
-    allocated: int | None  # by torch's GPU allocator
-    reserved: int | None  # by torch's GPU allocator from the driver
-    device_used: int | None  # by anyone (`torch.cuda.mem_get_info`)
+    allocated: int | None  # by torch's GPU allocator; None without a GPU
+    reserved: int | None  # by torch's GPU allocator from the driver; None without a GPU
+    device_used: int | None  # of the GPU, by anyone (`torch.cuda.mem_get_info`); None where CUDA is not initialised
     pinned: int  # by this package
-    pinned_by_torch: int | None  # in torch's cache of pinned memory, in use or not
+    pinned_by_torch: int | None  # in torch's cache of pinned memory, in use or not; None where CUDA is not initialised
     host_resident: int  # of this process, pinned memory included
 
 
@@ -147,9 +147,9 @@ class Profile:
         """
         return _read(cls, values)
 
-    def to_json(self, path: str | Path | None = None, *, indent: int | None = None) -> str:
+    def to_json(self, path: str | Path | None = None) -> str:
         """JSON text of `to_dict`; written to `path` too, where one is given."""
-        text = json.dumps(self.to_dict(), indent=indent)
+        text = json.dumps(self.to_dict())
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -162,8 +162,9 @@ class Profile:
         for phase in self.phases:
             row = phase.to_dict()
             memory = {f"{name}_{when}": n for when in ("before", "peak", "after") for name, n in row.pop(when).items()}
+            del row["traced"]
             rows.append({"phase": row.pop("name"), **row, **memory})
-        return pd.DataFrame(rows).drop(columns="traced", errors="ignore")
+        return pd.DataFrame(rows)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Phases over time, nested ones below."""

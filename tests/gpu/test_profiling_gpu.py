@@ -75,7 +75,7 @@ def test_allocations_of_known_size():
     assert "H200" in profiler.result.device or profiler.result.device == torch.cuda.get_device_name()
 
 
-def test_page_locked_memory():
+def test_pinned_memory():
     torch._C._host_emptyCache()
     with lora_mem.profile() as profiler:
         with profiler.phase("block"):
@@ -176,9 +176,9 @@ def test_samples_are_a_timeline_of_both_memories():
         del held
         release_device_memory()
         time.sleep(0.1)
-    hold, rest = profiler.result.phase("hold"), profiler.result.total.before
+    hold, baseline = profiler.result.phase("hold"), profiler.result.total.before
     assert hold.peak.device_used - hold.before.device_used >= 512 * MIB
-    allocated = [sample.memory.allocated - rest.allocated for sample in profiler.result.samples]
+    allocated = [sample.memory.allocated - baseline.allocated for sample in profiler.result.samples]
     assert len(allocated) > 20
     assert max(allocated) == 512 * MIB
     assert allocated[-1] == 0
