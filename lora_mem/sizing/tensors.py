@@ -73,26 +73,21 @@ def packed_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
     module, factors = part.module, list(_factors(part, options))
     if isinstance(module, Linear):
         return [Tensor(one.name, one.size, 1, one.same) for one in factors]
-    local = local_experts(module, options)
+    local, shared = local_experts(module, options), options.enable_moe_shared_loras
     whole = local == module.num_experts
-    if options.enable_moe_shared_loras:
-        # Taken as they come, except that expert parallelism cuts the experts' own factors out.
-        counted = [(one, 1 if one.outer else local) for one in factors]
-        return [Tensor(one.name, (count, *one.size), 1, (count == 1 or whole) and one.same) for one, count in counted]
-    if not options.is_3d_lora_weight:
-        return [Tensor(one.name, (local, *one.size)) for one in factors]
-    if uses_3d_wrapper(module, options):
-        # A is a view of what was staged; B is transposed, which copies.
-        return [Tensor(one.name, (local, *one.size), 1, whole and one.is_a and one.same) for one in factors]
-    w1_a, w13_b, w2_a, w2_b = factors
-    half = (w13_b.size[0] // 2, w13_b.size[1])
-    return [
-        Tensor("w1.A", (local, *w1_a.size), 1, whole and w1_a.same),  # w3 has the same A
-        Tensor("w1.B", (local, *half)),
-        Tensor("w2.A", (local, *w2_a.size), 1, whole and w2_a.same),
-        Tensor("w2.B", (local, *w2_b.size)),
-        Tensor("w3.B", (local, *half)),
-    ]
+    if options.is_3d_lora_weight and not uses_3d_wrapper(module, options):
+        # The 2D wrapper takes gate and up apart; both have the same A.
+        w13_a, w13_b, w2_a, w2_b = factors
+        half = w13_b._replace(size=(w13_b.size[0] // 2, w13_b.size[1]))
+        factors = [w13_a, half, w2_a, w2_b, half]
+    tensors = []
+    for one in factors:
+        count = 1 if one.outer else local
+        # Shared-outer experts are taken as they come, but for those that expert parallelism cuts out; of fused experts
+        # A is a view of what was staged, B is transposed, which copies. Experts one by one are stacked: copies.
+        as_staged = count == 1 or whole if shared else options.is_3d_lora_weight and one.is_a and whole
+        tensors.append(Tensor(one.name, (count, *one.size), 1, as_staged and one.same))
+    return tensors
 
 
 def staged_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
@@ -107,10 +102,9 @@ def staged_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
     experts = module.num_experts
     if options.enable_moe_shared_loras:
         return [Tensor(one.name, (1 if one.outer else experts, *one.size)) for one in factors]
-    if options.is_3d_lora_weight:
-        # The experts' ranks side by side.
-        sides = [(one.name, one.size, (experts, 1) if one.is_a else (1, experts)) for one in factors]
-        return [Tensor(name, (rows * times[0], columns * times[1])) for name, (rows, columns), times in sides]
+    if options.is_3d_lora_weight:  # the experts' ranks side by side
+        sides = [(one, (experts, 1) if one.is_a else (1, experts)) for one in factors]
+        return [Tensor(one.name, (one.size[0] * down, one.size[1] * across)) for one, (down, across) in sides]
     return [Tensor(f"*.{one.name}", one.size, local_experts(module, options)) for one in factors]
 
 
