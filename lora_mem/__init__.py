@@ -31,27 +31,20 @@ if TYPE_CHECKING:
     from lora_mem.vllm_hook import uninstall as uninstall
     from lora_mem.worker import WorkerExtension as WorkerExtension
 
-_HOME = {
-    "AdapterError": "errors",
-    "ModelShape": "sizing.shapes",
-    "Options": "sizing.options",
-    "SizingError": "errors",
-    "WorkerExtension": "worker",
-    "drop_adapter": "vllm_hook",
-    "footprint": "sizing.footprints",
-    "install": "vllm_hook",
-    "measure": "observe.measuring",
-    "offload_in_memory_adapter": "vllm_hook",
-    "open_stage": "vllm_hook",
-    "plan": "sizing.planning",
-    "profile": "observe.profiler",
-    "read_adapter": "sizing.adapters",
-    "reserve": "vllm_hook",
-    "stage_adapter": "vllm_hook",
-    "status": "vllm_hook",
-    "trim": "vllm_hook",
-    "uninstall": "vllm_hook",
+_ROOMS = {
+    "errors": "AdapterError SizingError",
+    "observe.measuring": "measure",
+    "observe.profiler": "profile",
+    "sizing.adapters": "read_adapter",
+    "sizing.footprints": "footprint",
+    "sizing.options": "Options",
+    "sizing.planning": "plan",
+    "sizing.shapes": "ModelShape",
+    "vllm_hook": "drop_adapter install offload_in_memory_adapter open_stage reserve stage_adapter status trim "
+    "uninstall",
+    "worker": "WorkerExtension",
 }
+_HOME = {name: f"lora_mem.{room}" for room, names in _ROOMS.items() for name in names.split()}
 
 __all__ = [*_HOME]
 
@@ -61,9 +54,8 @@ if not TYPE_CHECKING:  # to a type checker the names are those above, and no oth
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'lora_mem' has no attribute {name!r}; it has {', '.join(__all__)}")
-        value = getattr(importlib.import_module(f"lora_mem.{_HOME[name]}"), name)
         # Kept, so that the next access does not come through here.
-        globals()[name] = value
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
         return value
 
 

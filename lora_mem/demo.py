@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, JustifyMethod
@@ -57,7 +57,7 @@ def main() -> int:
         lives, rounds = _run()
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     for life in lives:
-        console.print(f"\n{STRATEGIES[cast('Strategy', life.strategy)]}", style="bold")
+        console.print(f"\n{STRATEGIES[life.strategy]}", style="bold")
         columns = ("", *HOLDERS, *(("allocated", "reserved") if gpu else ()), "ms")
         console.print(_table(columns, "right", (_moment(moment, life.moments[0], gpu) for moment in life.moments)))
     console.print(LEGEND)
@@ -91,7 +91,7 @@ def _run() -> tuple[list[Life], list[Round]]:
 def _table(columns: Sequence[str], justify: JustifyMethod, rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify=justify if index else "left", no_wrap=True)
+        table.add_column(column, justify=justify if index else "left", no_wrap=justify == "right")
     for row in rows:
         table.add_row(*row)
     return table

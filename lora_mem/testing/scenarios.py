@@ -60,7 +60,7 @@ def output(llm: Any, request: Any) -> Output:
 class Life:
     """One adapter's life under one strategy: its moments in order, and what it gives as loaded and as rebuilt."""
 
-    strategy: str
+    strategy: vllm_hook.Strategy
     moments: tuple[Moment, ...]
     loaded: Output
     rebuilt: Output
