@@ -38,17 +38,27 @@ def load_adapter(original: Callable[..., Any], manager: Any, *args: Any, **kwarg
     return model
 
 
-def add_adapter(original: Callable[..., bool], manager: Any, *args: Any, **kwargs: Any) -> bool:
+def add_adapter(original: Callable[..., bool], manager: Any, request: Any = None, **named: Any) -> bool:
     """In front of vLLM's `add_adapter`: once the slots hold what was loaded, everything else leaves the GPU."""
-    request = args[0] if args else next(iter(kwargs.values()))
+    request = request or next(iter(named.values()))
     if request.load_inplace:
         request = _loaded_once(manager, request)
-    if not process.recorders or not _will_load(manager, request):
-        return _add(original, manager, request)
-    stage = process.staged.get(request.lora_int_id)
-    again = stage is not None and manager in stage.loaded_in
-    with span("rebuild" if again else "load", request.lora_int_id):
-        return _add(original, manager, request)
+    try:
+        if not process.recorders or not _will_load(manager, request):
+            added = original(manager, request)
+        else:
+            stage = process.staged.get(request.lora_int_id)
+            again = stage is not None and manager in stage.loaded_in
+            with span("rebuild" if again else "load", request.lora_int_id):
+                added = original(manager, request)
+                _offload_armed(manager)
+    except BaseException:
+        if process.armed:
+            _undo(manager, request.lora_int_id)
+        raise
+    if process.armed:
+        _offload_armed(manager)
+    return added
 
 
 def create_lora_manager(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,18 +102,6 @@ OF_ADAPTER_MANAGERS: dict[str, Callable[..., Any]] = {
     "activate_adapter": activate_adapter,
 }
 """What comes in front of the functions of what holds a worker's adapters and slots."""
-
-
-def _add(original: Callable[..., bool], manager: Any, request: LoRARequest) -> bool:
-    try:
-        added = original(manager, request)
-    except BaseException:
-        if process.armed:
-            _undo(manager, request.lora_int_id)
-        raise
-    if process.armed:
-        _offload_armed(manager)
-    return added
 
 
 def _will_load(manager: Any, request: LoRARequest) -> bool:

@@ -20,25 +20,30 @@ class Patch:
         replacement: called as `replacement(original, *args, **kwargs)`; for a class, `args` begin with the instance.
 
     Attributes:
-        function: what the owner was given.
-        active: whether ours runs; else `function` only passes calls on, as it must where someone holds on to it.
+        function: what the owner was given; while it is not `active` it only passes calls on, as it must where someone
+            holds on to it.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self.owner = owner
         self.name = name
-        self.active = True
         self._before = vars(owner).get(name)
         # What an instance has from its class is looked up at each call: the class may be patched later.
         original = self._before or (lambda *args, **kwargs: getattr(type(owner), name)(owner, *args, **kwargs))
+        ours: Callable[..., Any] = functools.partial(replacement, original)
+        runs = ours
 
         @functools.wraps(getattr(owner, name))
         def function(*args: Any, **kwargs: Any) -> Any:
-            if self.active:
-                return replacement(original, *args, **kwargs)
-            return original(*args, **kwargs)
+            return runs(*args, **kwargs)
 
-        self.function = function
+        def switch(on: bool) -> None:
+            nonlocal runs
+            runs = ours if on else original
+            self.active = on
+
+        self.active = True
+        self.function, self.switch = function, switch
         setattr(owner, name, function)
 
     @property
@@ -64,7 +69,7 @@ class Patch:
 
     def take_back(self) -> None:
         """Give the owner back what it had; what someone put around ours or in its place stays, and passes ours by."""
-        self.active = False
+        self.switch(False)
         if self.on_top and self._before is not None:
             setattr(self.owner, self.name, self._before)
         elif self.on_top:
@@ -81,10 +86,10 @@ class Patches:
         """Patch a function, once: a patch that a call reaches is switched on again, a replaced one put on top anew."""
         patch = self._find(owner, name)
         if patch is not None and patch.reached:
-            patch.active = True
+            patch.switch(True)
             return
         if patch is not None:
-            patch.active = False  # where it cannot be seen someone may still call it
+            patch.switch(False)  # where it cannot be seen someone may still call it
             self._patches.remove(patch)
         self._patches.append(Patch(owner, name, replacement))
 
