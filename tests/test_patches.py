@@ -207,11 +207,11 @@ def test_ours_inside_of_theirs_is_switched_off_and_on(owner, around):
     owner.work = theirs = around(owner.work)
     for _ in range(2):
         assert calls(owner) == ["theirs", "ours", "original"]
-        assert patches.state(owner, "work").startswith("wrapped, then wrapped by test_patches.")
+        assert patches.state(owner, "work").startswith(f"wrapped, then wrapped by {__name__}.")
         patches.take_back()
         assert vars(owner)["work"] is theirs
         assert calls(owner) == ["theirs", "original"]
-        assert patches.state(owner, "work").startswith("unwrapped, but inside test_patches.")
+        assert patches.state(owner, "work").startswith(f"unwrapped, but inside {__name__}.")
         patches.put(owner, "work", ours)
         assert vars(owner)["work"] is theirs
 
@@ -225,7 +225,7 @@ def test_whoever_replaced_ours_is_named_and_stays_below_the_next(owner):
 
     owner.work = theirs
     assert calls(owner) == ["theirs"]
-    assert patches.state(owner, "work").startswith("wrapped, then replaced by test_patches.")
+    assert patches.state(owner, "work").startswith(f"wrapped, then replaced by {__name__}.")
     assert patches.state(owner, "work").endswith("theirs")
     patches.take_back()
     assert vars(owner)["work"] is theirs
