@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from lora_mem.errors import SizingError
-from lora_mem.sizing.modules import Experts
+from lora_mem.sizing.modules import Experts, Linear
 from lora_mem.sizing.options import MAX_LORA_RANKS, MOE_BACKENDS, OPTIONS, Options
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.targets import check_targets, deployed, scaling_of
@@ -147,7 +147,7 @@ def _alpha(given: Options) -> float | None:
 
 def _format(shape: ModelShape, given: bool | None, mixed: bool, outer: bool) -> bool:
     """Whether the adapter holds its experts as vLLM's `is_3d_lora_weight` says, by default as the model does."""
-    layouts = {module.layout for group in shape.groups for module in group.modules if isinstance(module, Experts)}
+    layouts = {module.layout for _, module in shape.kinds if isinstance(module, Experts)}
     fused = "fused" in layouts
     if outer and "non_gated" in layouts:
         raise SizingError(
@@ -182,14 +182,9 @@ def _check_deployment(shape: ModelShape, targets: tuple[str, ...] | None) -> Non
     for name in targets or ():
         if not any(deployed(group.path(layer, module), module, (name,)) for group, module, layer in shape.places()):
             raise SizingError("lora_target_modules", name, f"is no module of {shape.name} that has slots")
-    for group in shape.groups:
-        for module in group.modules:
-            if isinstance(module, Experts) or module.kind != "logits" or module.slices[0] <= MAX_VOCAB_SIZE:
-                continue
-            if deployed(group.path(0, module), module, targets):
-                raise SizingError(
-                    "vocab_size",
-                    module.slices[0],
-                    f"must be at most {MAX_VOCAB_SIZE} where lm_head has slots, as vLLM requires; leave lm_head out"
-                    " of lora_target_modules",
-                )
+    for group, module in shape.kinds:
+        if not isinstance(module, Linear) or module.kind != "logits" or module.slices[0] <= MAX_VOCAB_SIZE:
+            continue
+        if deployed(group.path(0, module), module, targets):
+            reason = f"must be at most {MAX_VOCAB_SIZE} where lm_head has slots, as vLLM requires; leave lm_head out"
+            raise SizingError("vocab_size", module.slices[0], f"{reason} of lora_target_modules")

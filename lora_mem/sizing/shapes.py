@@ -67,10 +67,15 @@ class ModelShape:
             for layer, module in itertools.product(group.numbers, group.modules):
                 yield group, module, layer
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[Group, Module], ...]:
+        """Each module of each group once."""
+        return tuple((group, module) for group in self.groups for module in group.modules)
+
     @property
     def is_moe(self) -> bool:
         """Whether any layer has routed experts."""
-        return any(isinstance(module, Experts) for group in self.groups for module in group.modules)
+        return any(isinstance(module, Experts) for _, module in self.kinds)
 
     def __repr__(self) -> str:
         modules = sum(len(group.numbers) * len(group.modules) for group in self.groups)

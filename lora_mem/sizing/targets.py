@@ -176,7 +176,7 @@ def ranks_in_layer(
 
 def check_targets(shape: ModelShape, options: Resolved) -> None:
     """Refuse a name or a pattern that no module matches: PEFT and vLLM would leave it out without a word."""
-    modules = [module for group in shape.groups for module in group.modules]
+    modules = [module for _, module in shape.kinds]
     if options.target_modules != "all-linear":
         available = {path for module in modules for path in child_paths(module, options, module.name)}
         available |= {module.name for module in modules if isinstance(module, Experts)}
@@ -193,12 +193,11 @@ def check_targets(shape: ModelShape, options: Resolved) -> None:
 
 def _adapted(shape: ModelShape, options: Resolved) -> Iterator[str]:
     """PEFT's path of each module that the adapter has, experts one by one."""
-    for group in shape.groups:
-        for module in group.modules:
-            taken = chosen(module, options)
-            one_by_one = isinstance(module, Experts) and not options.experts_in_one_tensor
-            for layer in group.numbers if any(taken) else ():
-                path = group.peft_path(layer, module)
-                for expert in range(module.num_experts) if isinstance(module, Experts) and one_by_one else (0,):
-                    paths = child_paths(module, options, path, expert)
-                    yield from (name for name, is_in in zip(paths, taken, strict=True) if is_in)
+    for group, module in shape.kinds:
+        taken = chosen(module, options)
+        one_by_one = isinstance(module, Experts) and not options.experts_in_one_tensor
+        for layer in group.numbers if any(taken) else ():
+            path = group.peft_path(layer, module)
+            for expert in range(module.num_experts) if isinstance(module, Experts) and one_by_one else (0,):
+                paths = child_paths(module, options, path, expert)
+                yield from (name for name, is_in in zip(paths, taken, strict=True) if is_in)

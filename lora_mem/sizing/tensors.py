@@ -50,19 +50,18 @@ class AdapterModule:
 
 def adapter_modules(shape: ModelShape, options: Resolved) -> Iterator[AdapterModule]:
     """The modules that the adapter has, with the rank of each child."""
-    for group in shape.groups:
-        for module in group.modules:
-            taken = chosen(module, options)
-            if not any(taken):
-                continue
-            path = group.path(None, module)
-            dtypes = ((options.dtype, options.dtype),) * len(taken)
-            # Without patterns one layer is as the others.
-            layers = group.numbers if options.rank_pattern or options.alpha_pattern else group.numbers[:1]
-            kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
-            for kind, count in kinds.items():
-                ranks, unscaled = zip(*kind, strict=True)
-                yield AdapterModule(path, module, count * len(group.numbers) // len(layers), ranks, dtypes, unscaled)
+    for group, module in shape.kinds:
+        taken = chosen(module, options)
+        if not any(taken):
+            continue
+        path = group.path(None, module)
+        dtypes = ((options.dtype, options.dtype),) * len(taken)
+        # Without patterns one layer is as the others.
+        layers = group.numbers if options.rank_pattern or options.alpha_pattern else group.numbers[:1]
+        kinds = Counter(ranks_in_layer(group, module, layer, taken, options) for layer in layers)
+        for kind, count in kinds.items():
+            ranks, unscaled = zip(*kind, strict=True)
+            yield AdapterModule(path, module, count * len(group.numbers) // len(layers), ranks, dtypes, unscaled)
 
 
 def packed_tensors(part: AdapterModule, options: Resolved) -> list[Tensor]:
