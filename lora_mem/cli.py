@@ -97,7 +97,10 @@ def size(
     elif why:
         print("\n\n".join(result.why(line.name) for line in result.lines))
     else:
-        rows = [[line.name, f"{line.bytes:,}", f"{line.bytes / 2**30:.4f}", line.meaning] for line in result.lines]
+        rows = [
+            [line.name, f"{line.bytes:,}", f"{line.bytes / 2**30:.4f}", _first_sentence(line.meaning)]
+            for line in result.lines
+        ]
         _print_table(f"{title}, per worker", ("figure", "bytes", "GiB", "what it is"), rows)
 
 
@@ -261,6 +264,10 @@ def _say_assumed(assumed: str) -> None:
 
 def _print_json(result: Any) -> None:
     print(json.dumps(result.to_dict(), indent=2))
+
+
+def _first_sentence(text: str) -> str:
+    return text.partition(". ")[0].removesuffix(".")
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, plain: bool = False) -> None:

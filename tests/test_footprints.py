@@ -507,3 +507,11 @@ def test_ten_thousand_configurations_in_two_seconds() -> None:
     for index in range(10_000):
         footprint(shape, rank=1 + index % 64, max_loras=1 + index % 8, tensor_parallel_size=1 << index % 3)
     assert time.perf_counter() - start < 2
+
+
+def test_a_comparison_is_json_and_a_frame() -> None:
+    one, two = (footprint("Qwen/Qwen3-0.6B", rank=rank, max_lora_rank=64) for rank in (8, 16))
+    comparison = one.compare(two)
+    assert json.loads(json.dumps(comparison.to_dict()))["equal"] is False
+    assert dict(comparison.to_frame()[["figure", "difference"]].to_numpy()) == comparison.difference
+    assert comparison.difference["packed_bytes"] == one.packed_bytes > 0

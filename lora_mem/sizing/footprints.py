@@ -309,6 +309,16 @@ class Comparison:
         rows = [{"holder": holder, "module": module, **_beside(*pair)} for (holder, module), pair in sizes.items()]
         return sorted(rows, key=lambda row: HOLDERS.index(row["holder"]))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"equal": self.equal, "figures": self.rows(), "modules": self.by_module()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each figure."""
+        import pandas
+
+        return pandas.DataFrame(self.rows())
+
     def __repr__(self) -> str:
         head = f"{'figure':<20} {'predicted':>20} {'measured':>20} {'difference':>20}"
         body = [
