@@ -107,7 +107,7 @@ def trace(save: Save, tiny: bool) -> None:
     found: dict[str, Any] = {}
     # Without waiting at the borders of phases, so that copies overlap what comes next as they do in an ordinary sync.
     trace_only = {"trace_ops": False, "synchronize": False}
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "trace": {"trace": "trace.json.gz", **trace_only},
         "trace_fill": {"trace": "trace_fill.json.gz", **trace_only},
         "snapshot": {"snapshot": "snapshot.pickle", "sample_every": 0.001},
