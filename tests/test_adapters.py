@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+from itertools import product
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 from lora_mem.errors import SizingError
 from lora_mem.sizing.adapters import read_adapter
 from lora_mem.sizing.footprints import footprint
+from lora_mem.sizing.modules import Linear
+from lora_mem.sizing.shapes import ModelShape
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -80,6 +83,23 @@ def test_an_adapter_is_sized_as_its_targets_are(tmp_path: Path) -> None:
     assert predicted.compare(found).equal, predicted.compare(found)
     assert (adapter.rank, adapter.scaling) == (4, 2)
     assert read_adapter(tmp_path, {**PEFT, "use_rslora": True}).scaling == 4
+
+
+def test_layers_of_one_name_and_two_sizes_count_once() -> None:
+    """Gemma 4 has wider heads in each sixth layer."""
+    shape, tensors = ModelShape.from_config("google/gemma-4-26B-A4B"), {}
+    sizes = set()
+    for group in shape.groups:
+        for layer, module in product(group.layers, group.modules):
+            if isinstance(module, Linear) and module.name == "self_attn.o_proj":
+                path = f"base_model.model.{group.peft_path(layer, module)}"
+                a, b = (4, module.input_size), (module.children[0].output_size, 4)
+                sizes.add(module.input_size)
+                for name, size in ((f"{path}.lora_A.weight", a), (f"{path}.lora_B.weight", b)):
+                    tensors[name] = SimpleNamespace(shape=size, dtype="bfloat16", nbytes=2 * prod(size))
+    adapter = read_adapter(tensors, PEFT)
+    assert len(sizes) == 2
+    assert adapter.footprint(shape, strategy="stage").packed_bytes == adapter.staged_bytes
 
 
 def test_a_dense_adapter_of_a_rank_that_workers_cannot_share(tmp_path: Path) -> None:

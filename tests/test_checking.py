@@ -12,13 +12,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lora_mem.errors import AdapterError, SizingError  # noqa: E402
+from lora_mem.errors import AdapterError, SizingError, compact  # noqa: E402
 from lora_mem.sizing import rules  # noqa: E402
 from lora_mem.sizing.adapters import read_adapter  # noqa: E402
 from lora_mem.sizing.peft_config import plain_config  # noqa: E402
 from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName  # noqa: E402
 from lora_mem.sizing.targets import targeted  # noqa: E402
-from lora_mem.sizing.wording import compact  # noqa: E402
 from lora_mem.staging.tensors import check_tensors  # noqa: E402
 
 EXPERTS = [f"m.experts.{e}.{p}" for e in range(3) for p in ("gate_proj", "down_proj", "up_proj")]
@@ -51,7 +50,7 @@ def adapter(modules, rank=4):
 
 
 def check(shapes, names, rank=4, served=SERVED):
-    rules.check(shapes, names, served, lambda module: rank).require()
+    rules.check(shapes, names.get, served, lambda module: rank).require()
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8])
@@ -100,7 +99,7 @@ def test_experts_that_vllm_stacks_have_one_rank():
     ranks = {"m.experts.1.up_proj": 2, "m.experts.2.up_proj": 4}
     for module, rank in ranks.items():
         shapes |= {f"{module}.A": (rank, 16), f"{module}.B": (8, rank)}
-    found = rules.check(shapes, names, SERVED, lambda module: ranks.get(module, 4))
+    found = rules.check(shapes, names.get, SERVED, lambda module: ranks.get(module, 4))
     with pytest.raises(
         AdapterError, match=r"m\.experts has experts whose ranks of up_proj differ: 4 and 2; vLLM packs"
     ):
@@ -111,7 +110,7 @@ def test_experts_that_vllm_stacks_have_one_rank():
     down = {f"m.experts.{expert}.down_proj" for expert in range(3)}
     for module in down:
         shapes |= {f"{module}.A": (2, 8), f"{module}.B": (16, 2)}
-    rules.check(shapes, names, SERVED, lambda module: 2 if module in down else 4).require()
+    rules.check(shapes, names.get, SERVED, lambda module: 2 if module in down else 4).require()
 
 
 def test_each_refusal_says_what_is_wrong_and_what_is_allowed():

@@ -18,45 +18,33 @@ from lora_mem.sizing.modules import Experts, Module, parse_object, read_object
 from lora_mem.sizing.options import ITEMSIZE, MAX_LORA_RANKS, RECEIVED_ITEMSIZE
 from lora_mem.sizing.resolving import Resolved, slot_rank
 from lora_mem.sizing.rules import AdapterCheck
-from lora_mem.sizing.serving import ServedModule, ServedShape, serve
+from lora_mem.sizing.serving import Place, ServedModule, ServedShape, serve
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.targets import child_paths, rank_and_unscaled, scaling_of
 from lora_mem.sizing.tensors import AdapterModule, check_sharded_ranks, local_experts
 
 # Dtypes of a safetensors header: torch's name and the bits of an element.
 DTYPES = {
+    **{f"F{bits}": (f"float{bits}", bits) for bits in (16, 32, 64)},
+    **{f"I{bits}": (f"int{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": (f"uint{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"F8_{kind}": (f"float8_{kind.lower()}", 8) for kind in ("E4M3FNUZ", "E5M2", "E5M2FNUZ")},
+    **{f"F6_{kind}": (f"float6_{kind.lower()}fn", 6) for kind in ("E2M3", "E3M2")},
     "BF16": ("bfloat16", 16),
-    "F16": ("float16", 16),
-    "F32": ("float32", 32),
-    "F64": ("float64", 64),
-    "F4": ("float4_e2m1fn_x2", 4),
-    "F6_E2M3": ("float6_e2m3fn", 6),
-    "F6_E3M2": ("float6_e3m2fn", 6),
     "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
-    "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
     "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F4": ("float4_e2m1fn_x2", 4),
     "C64": ("complex64", 64),
     "BOOL": ("bool", 8),
-    **{
-        f"{sign}{bits}": (f"{kind}{bits}", bits)
-        for sign, kind in (("I", "int"), ("U", "uint"))
-        for bits in (8, 16, 32, 64)
-    },
 }
 # Arguments of `footprint` that an adapter decides itself.
 DECIDED = frozenset(
     {"rank", "rank_pattern", "scaling", "lora_alpha", "alpha_pattern", "use_rslora", "target_modules", "dtype"}
 )
-_SKIPPED = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # copies of the base model's
-# Arguments of `footprint` and of `check` that say in which layouts routed experts are taken.
-_FORMATS = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras")
 LARGEST_HEADER = 100_000_000  # as the safetensors library has it
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTensor:
+class AdapterTensor(NamedTuple):
     """One tensor of an adapter; `storage` tells tensors of the same memory (None: memory of its own)."""
 
     name: str
@@ -105,20 +93,21 @@ class Adapter:
             enable_mixed_moe_lora_format: of the engine.
             enable_moe_shared_loras: of the engine.
         """
-        shape, mixed, shared = ModelShape.from_config(model), enable_mixed_moe_lora_format, enable_moe_shared_loras
-        return self._check(serve(shape, self._slots(max_lora_rank), mixed=mixed, shared=shared), max_lora_rank)
+        mixed, shared = enable_mixed_moe_lora_format, enable_moe_shared_loras
+        served = serve(ModelShape.from_config(model), self._slots(max_lora_rank), mixed=mixed, shared=shared)
+        return self._check(served, max_lora_rank)
 
     def _slots(self, max_lora_rank: int | None) -> int:
         """`max_lora_rank` of the engine, also where the config's ranks are above what vLLM allows."""
         limit = MAX_LORA_RANKS[-1] if max_lora_rank is None else slot_rank(1, max_lora_rank)
         return slot_rank(min(self.rank, limit), max_lora_rank)
 
-    def _check(self, model: ServedShape, max_lora_rank: int | None) -> AdapterCheck:
-        shapes = {tensor.name: tensor.shape for tensor in self.tensors}
-        names = {name: model.read_name(name) for name in shapes if not name.endswith(_SKIPPED)}
+    def _check(self, served: ServedShape, max_lora_rank: int | None) -> AdapterCheck:
+        shapes = {one.name: one.shape for one in self.tensors}
         refusals = dict(peft_config.refusals(self.config, max_lora_rank or MAX_LORA_RANKS[-1]))
-        found = rules.check(shapes, names, model.served, refused_for=refusals)
-        return replace(found, ignored_bytes=sum(one.nbytes for one in self.tensors if one.name in found.ignored))
+        found = rules.check(shapes, served.read_name, served, refused_for=refusals)
+        ignored = found.ignored
+        return replace(found, ignored_bytes=sum(one.nbytes for one in self.tensors if one.name in ignored))
 
     def footprint(self, model: ModelShape | dict[str, Any] | str | Path, **options: Any) -> Footprint:
         """The footprint of this very adapter: module by module with the ranks that its tensors have.
@@ -139,9 +128,9 @@ class Adapter:
         shape, given = ModelShape.from_config(model), {"lora_dtype": "bfloat16", **options}
         max_lora_rank = given.pop("max_lora_rank", None)
         slots = self._slots(max_lora_rank)
-        mixed, shared = (bool(given.get(name)) for name in _FORMATS)
+        mixed, shared = (bool(given.get(f"enable_{what}")) for what in ("mixed_moe_lora_format", "moe_shared_loras"))
         served = serve(shape, slots, mixed=mixed, shared=shared)
-        received = list(self._received(served, self._check(served, max_lora_rank)))
+        received = self._received(served, max_lora_rank)
         dtypes = sorted({tensor.dtype for tensor in _tensors(received)})
         if given["lora_dtype"] == "auto":
             if len(dtypes) != 1 or dtypes[0] not in ITEMSIZE:
@@ -164,47 +153,49 @@ class Adapter:
         )
         parts = tuple(_parts(received, served, wanted))
         check_sharded_ranks(parts, wanted)
-        workers = [
-            [one for one in received if one.is_for(worker, wanted)] for worker in range(wanted.expert_parallel_size)
-        ]
-        mine = max(workers, key=lambda theirs: sum(_sizes(_tensors(theirs))))
-        sizes = sum_modules(parts, wanted, _sizes(_tensors(mine)))
+        workers = [_given_to(worker, received, wanted) for worker in range(wanted.expert_parallel_size)]
+        sizes, mine = max(((_sizes(_tensors(theirs)), theirs) for theirs in workers), key=lambda pair: sum(pair[0]))
         rows = [*packed_rows(parts, wanted)]
         rows += packed_rows(parts, wanted, "staged") if base.strategy == "stage" else _staged_rows(mine)
-        return combine(shape, wanted, base.slot_bytes, sizes, tuple(rows))
+        return combine(shape, wanted, base.slot_bytes, sum_modules(parts, wanted, sizes), tuple(rows))
 
-    def _received(self, model: ServedShape, found: AdapterCheck) -> Iterator[Received]:
+    def _received(self, served: ServedShape, max_lora_rank: int | None) -> list[Received]:
         """The factors and their places; refuses what vLLM or a stage refuses."""
+        tensors = {one.name: one for one in self.tensors}
+        found = self._check(served, max_lora_rank)
         for what, (value, reason) in found.refused_for.items():
             raise SizingError(f"{self.name}: {what}", value, reason)
         for name, reason in found.refused.items():
             raise SizingError(f"{self.name}: tensor", name, f"{reason} ({len(found.refused)} tensors in all)")
-        tensors = {tensor.name: tensor for tensor in self.tensors}
-        for module, pair in found.served.items():
-            a, b = (tensors[name] for name in pair)
-            for wrong in (one for one in (a, b) if one.dtype not in RECEIVED_ITEMSIZE):
-                allowed = f"cannot be staged; allowed are {', '.join(RECEIVED_ITEMSIZE)} (vLLM's own loader casts any)"
-                raise SizingError(f"{self.name}: dtype of {wrong.name}", wrong.dtype, allowed)
-            read = model.read_name(a.name)
-            assert read is not None
-            yield Received(*model.places[module], model.served.modules[module], (a, b), read.peft_module)
+        places, modules = served.places, served.modules
+        received = [
+            Received(places[module], modules[module], (tensors[a], tensors[b]))
+            for module, (a, b) in found.served.items()
+        ]
+        for wrong in (one for one in _tensors(received) if one.dtype not in RECEIVED_ITEMSIZE):
+            allowed = f"cannot be staged; allowed are {', '.join(RECEIVED_ITEMSIZE)} (vLLM's own loader casts any)"
+            raise SizingError(f"{self.name}: dtype of {wrong.name}", wrong.dtype, allowed)
+        return received
 
 
 class Received(NamedTuple):
-    """The two factors of a module, and where it belongs: `path` has `*` for the layer's number."""
+    """The two factors of a module, and where it belongs."""
 
-    path: str
-    module: Module
-    layer: int
+    place: Place
     takes: ServedModule
     factors: tuple[AdapterTensor, AdapterTensor]
-    name: str  # in the adapter
 
-    def is_for(self, worker: int, options: Resolved) -> bool:
-        """Whether a worker is given the factors: with expert parallelism none of the experts that live in others."""
-        if self.takes.expert is None or not isinstance(self.module, Experts):
-            return True
-        return self.takes.expert // local_experts(self.module, options) == worker
+
+def _given_to(worker: int, received: list[Received], options: Resolved) -> list[Received]:
+    """What a worker is given: with expert parallelism no expert that comes by itself and lives in another."""
+    if options.expert_parallel_size == 1:
+        return received
+    given = []
+    for one in received:
+        module, expert = one.place[1], one.takes.expert
+        if expert is None or not isinstance(module, Experts) or expert // local_experts(module, options) == worker:
+            given.append(one)
+    return given
 
 
 def _tensors(received: Iterable[Received]) -> Iterator[AdapterTensor]:
@@ -226,9 +217,9 @@ def _sizes(tensors: Iterable[AdapterTensor]) -> list[int]:
 def _staged_rows(received: Iterable[Received]) -> Iterator[dict[str, Any]]:
     kinds: dict[str, list[Received]] = defaultdict(list)
     for one in received:
-        kinds[one.path].append(one)
+        kinds[one.place[0]].append(one)
     for path, found in kinds.items():
-        row = {"holder": "staged", "module": path, "count": len({one.layer for one in found})}
+        row = {"holder": "staged", "module": path, "count": len({one.place[2] for one in found})}
         formula = "sum over received tensors of their own bytes"
         yield {**row, "formula": formula, "bytes": sum(_sizes(_tensors(found)))}
 
@@ -237,21 +228,25 @@ Child = tuple[int, tuple[str, str], bool]
 """What of a child's factors decides the bytes: rank, dtypes of A and B, and whether the scaling is 1."""
 
 
-def _parts(received: Iterable[Received], model: ServedShape, options: Resolved) -> Iterator[AdapterModule]:
+def _parts(received: Iterable[Received], served: ServedShape, options: Resolved) -> Iterator[AdapterModule]:
     """The modules of the adapter, in the model's order; layers that have the same of one are counted together."""
-    found: dict[str, dict[int, dict[int, Child]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[int, dict[int, Child]] = defaultdict(dict)  # by place, of which each is one object
     for one in received:
-        children, child = found[one.path][one.layer], one.takes.projections[0][0]
-        a, b = one.factors
+        children, child, (a, b) = found[id(one.place)], one.takes.projections[0][0], one.factors
         dtypes = (a.dtype, b.dtype)
         if child in children and children[child][1] != dtypes:
             dtypes = ("", "")  # experts of several dtypes are not stacked before they are cast
-        unscaled = one.takes.expert is None and rank_and_unscaled(one.name, options)[1]
+        unscaled = False
+        if one.takes.expert is None and (name := served.read_name(a.name)):
+            _, unscaled = rank_and_unscaled(name.peft_module, options)
         children[child] = (a.shape[-2] // one.takes.experts, dtypes, unscaled)
-    for path, module in dict.fromkeys((path, module) for path, module, _ in model.places.values()):
+    kinds: dict[tuple[str, Module], Counter[tuple[Child, ...]]] = defaultdict(Counter)
+    for at, (path, module, _) in {id(place): place for place in served.places.values()}.items():
         count, nothing = len(child_paths(module, options, path)), (0, ("", ""), False)
-        kinds = Counter(tuple(one.get(child, nothing) for child in range(count)) for one in found[path].values())
-        for kind, times in kinds.items():
+        if at in found:
+            kinds[path, module][tuple(found[at].get(child, nothing) for child in range(count))] += 1
+    for (path, module), layers in kinds.items():
+        for kind, times in layers.items():
             yield AdapterModule(path, module, times, *zip(*kind, strict=True))
 
 

@@ -5,40 +5,36 @@ It is read from a worker's live layers (`vllm_hook.served`), or made of a `Model
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
 
+from lora_mem.errors import compact
 from lora_mem.sizing.modules import Experts, Module, join
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.targets import FUSED, expert_names
-from lora_mem.sizing.wording import compact
 
 
-@dataclass(frozen=True)
-class TensorName:
+class TensorName(NamedTuple):
     """What the name of an adapter's tensor says."""
 
     module: str  # in the model's own naming, e.g. `model.layers.0.self_attn.q_proj`
-    peft_module: str  # in the adapter's naming, which PEFT's rank and alpha patterns match
-    is_a: bool  # of the two factors; means nothing for a full module
+    peft_module: str  # in the adapter's naming; PEFT's rank and alpha patterns match against this
+    is_a: bool  # whether it is the A factor; meaningless for a full module
     is_full: bool = False  # a whole weight or bias (`modules_to_save`), not a factor
 
 
+UNREADABLE = TensorName("", "", False)
+"""For a name that is not PEFT's."""
 _EVERYTHING = slice(None)
 Projections = tuple[tuple[int, slice], ...]
+_WHOLE: tuple[Projections, ...] = tuple(((projection, _EVERYTHING),) for projection in range(3))
 
 
-@functools.cache  # one object for all
-def _whole(projection: int) -> Projections:
-    return ((projection, _EVERYTHING),)
-
-
-@dataclass(frozen=True)
-class ServedModule:
-    """Where one module of an adapter goes, and what its factors must look like."""
+class ServedModule(NamedTuple):
+    """Where one module of an adapter goes, and what its factors must look like: A `[r, in]`, B `[out, r]`."""
 
     in_features: int | None  # columns of A, or None where they cannot be known
     out_features: int | None  # rows of B, or None where they cannot be known
@@ -46,9 +42,9 @@ class ServedModule:
     stacked: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # sizes of a leading expert dimension: (A's, B's)
     rank_multiple: int = 1  # what the rank must be a multiple of
     packed_in: str = ""  # the runtime module whose packed experts it becomes part of; "": registered by its own name
-    projections: Projections = ((0, _EVERYTHING),)  # those of that module that it becomes, with their rows of B
+    projections: Projections = _WHOLE[0]  # those of that module that it becomes, with their rows of B
     expert: int | None = None  # its place among this worker's, where each comes by itself; -1: on another worker
-    local: slice = field(default_factory=lambda: _EVERYTHING)  # this worker's experts among those in one tensor
+    local: slice = _EVERYTHING  # this worker's experts among those in one tensor
 
     @property
     def fused(self) -> bool:
@@ -70,15 +66,16 @@ class ExpertLayer:
     intermediate: int  # of one expert, before tensor parallelism
     children: Sequence[str]
     non_gated: bool = False  # there is no w3; vLLM registers w1's tensor for it
-    mixed: bool = False  # enable_mixed_moe_lora_format: fused experts are taken beside those one by one
-    shared: bool = False  # enable_moe_shared_loras: A of w1 and w3, and B of w2, once for all experts
+    mixed: bool = False  # `enable_mixed_moe_lora_format`: fused experts are taken beside those one by one
+    shared: bool = False  # `enable_moe_shared_loras`: A of w1 and w3, and B of w2, once for all experts
     interleaved: bool = False  # gate and up alternate in the rows of a fused B
     rank_multiple: int = 1
-    first: int = 0  # this worker's first expert
-    count: int | None = None  # this worker's experts; None: all
+    first: int = 0  # of this worker's experts
+    count: int | None = None  # of this worker's experts; None where it has all
 
     @property
     def local_experts(self) -> int:
+        """How many experts this worker holds."""
         return self.experts if self.count is None else self.count
 
     @property
@@ -86,50 +83,52 @@ class ExpertLayer:
         """How many projections vLLM registers: w1, w2 and w3, or fused w13 and w2."""
         return 3 if self.children else 2
 
-    @functools.cached_property
+    @cached_property
     def layouts(self) -> tuple[dict[str, ServedModule], ...]:
         """The layouts of which an adapter may use one: what each module takes, by the name that an adapter uses."""
-        if self.shared or not self.children:
-            return (self._shared() if self.shared else self._fused(),)
-        return (self._split(), self._fused()) if self.mixed else (self._split(),)
+        if self.shared:
+            return (self._shared(),)
+        split = (self._split(),) if self.children else ()
+        return (*split, self._fused()) if self.mixed or not split else split
 
-    @functools.cached_property
+    @cached_property
     def complete(self) -> tuple[frozenset[str], ...]:
         """Of each layout the modules that this worker must be given, if it is given any."""
         return tuple(frozenset(name for name, one in layout.items() if one.expert != -1) for layout in self.layouts)
 
     def _module(self, projections: Projections, **fields: Any) -> ServedModule:
-        sizes = (self.intermediate, self.hidden) if projections[0][0] == 1 else (self.hidden, self.intermediate)
-        fields = {"in_features": sizes[0], "out_features": sizes[1], "rank_multiple": self.rank_multiple, **fields}
-        return ServedModule(packed_in=self.name, projections=projections, **fields)
+        inputs, outputs = self.hidden, self.intermediate
+        if projections[0][0] == 1:
+            inputs, outputs = outputs, inputs
+        common: Any = {"rank_multiple": self.rank_multiple, "packed_in": self.name, "projections": projections}
+        return ServedModule(inputs, outputs, **common, **fields)
 
     def _split(self) -> dict[str, ServedModule]:
-        count = 2 if self.non_gated else 3
-        takes = [
-            [self._module(_whole(kind), expert=expert) for kind in range(count)]
-            for expert in (-1, *range(self.local_experts))
-        ]
-        places = (divmod(index, count) for index in range(len(self.children)))
-        local = range(self.first, self.first + self.local_experts)
-        found = (takes[expert - self.first + 1 if expert in local else 0][kind] for expert, kind in places)
-        return dict(zip(self.children, found, strict=True))
+        """Each expert by itself."""
+        kinds = [self._module(projection) for projection in _WHOLE[: 2 if self.non_gated else 3]]
+        elsewhere = [kind._replace(expert=-1) for kind in kinds]
+        takes: list[ServedModule] = []
+        for expert in range(len(self.children) // len(kinds)):
+            local = expert - self.first
+            takes += [kind._replace(expert=local) for kind in kinds] if 0 <= local < self.local_experts else elsewhere
+        return dict(zip(self.children, takes, strict=True))
 
     def _shared(self) -> dict[str, ServedModule]:
         one, each = (1,), (self.experts,)
         stacked = ((one, each), (each, one), (one, each))
-        kinds = enumerate(zip(self.children, stacked, strict=True))
-        return {name: self._module(_whole(kind), stacked=sizes, local=self._local) for kind, (name, sizes) in kinds}
+        kinds = zip(self.children, _WHOLE, stacked, strict=True)
+        return {name: self._module(kind, stacked=sizes, local=self._local) for name, kind, sizes in kinds}
 
     def _fused(self) -> dict[str, ServedModule]:
         """PEFT's fused experts: gate_up comes as `experts.base_layer` and down as `experts`, A `[experts * r, in]`."""
         gate, up = slice(0, self.intermediate), slice(self.intermediate, None)
         if self.interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
-        gate_up = ((0, gate), (2, up)) if self.children else _whole(0)  # vLLM's 2D wrapper takes gate and up apart
+        gate_up = ((0, gate), (2, up)) if self.children else _WHOLE[0]  # vLLM's 2D wrapper takes gate and up apart
         fused = {"experts": self.experts, "local": self._local}
         return {
-            f"{self.name}.base_layer": self._module(gate_up, out_features=2 * self.intermediate, **fused),
-            self.name: self._module(_whole(1), **fused),
+            f"{self.name}.base_layer": self._module(gate_up, **fused)._replace(out_features=2 * self.intermediate),
+            self.name: self._module(_WHOLE[1], **fused),
         }
 
     @property
@@ -146,10 +145,10 @@ class ServedModel:
 
     modules: Mapping[str, ServedModule]  # by the name that an adapter uses
     experts: Mapping[str, ExpertLayer]  # by runtime module
-    ignored: Callable[[str], bool]  # by design, modules of such a name: other pipeline ranks, target_modules, MTP
-    max_lora_rank: int
+    ignored: Callable[[str], bool]  # by vLLM, by design: other pipeline ranks, `target_modules`, MTP
+    max_lora_rank: int  # of the engine
     dtype: str = "bfloat16"  # torch's name of that to which vLLM casts every factor
-    share: bool = True  # a factor that all experts share may stay one tensor on the host
+    share: bool = True  # whether a factor that all experts share may stay one tensor on the host
     aliases: frozenset[str] = frozenset()  # names in `modules` that are second names
 
     def unknown(self, modules: Collection[str]) -> str:
@@ -165,7 +164,7 @@ class ServedModel:
 
     @property
     def expert_help(self) -> str:
-        """How routed experts must come, for who brings them otherwise."""
+        """What to say of routed experts that do not come as this engine takes them."""
         layer = next(iter(self.experts.values()), None)
         if layer is None:
             return "This model has no routed experts"
@@ -181,20 +180,26 @@ class ServedModel:
         return f"This engine takes {how}"
 
 
+Place = tuple[str, Module, int]
+"""Where a served module belongs: the path of its runtime module (`*` for the layer), that module, the layer's number"""
+_FACTORS = {"A.weight": True, "B.weight": False, "embedding_A": True, "embedding_B": False}
+_SKIPPED = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")  # copies of the base model's
+
+
 @dataclass(frozen=True)
-class ServedShape:
+class ServedShape(ServedModel):
     """What vLLM serves of a model that is known by its shape, whole."""
 
-    served: ServedModel
-    places: Mapping[str, tuple[str, Module, int]]  # path of the runtime module (`*` for the layer), module, layer
-    renamed: Mapping[str, str]  # modules by PEFT's names, where vLLM has others
+    places: Mapping[str, Place] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)  # modules by PEFT's names, where vLLM has others
 
     def read_name(self, tensor: str) -> TensorName | None:
-        """What a tensor's name says, as vLLM parses it (`parse_fine_tuned_lora_name`); None where it cannot."""
-        if found := re.fullmatch(r"(?:base_model\.model\.)?(.*)\.lora_(?:([AB])\.weight|embedding_([AB]))", tensor):
-            module = found[1]
-            return TensorName(self.renamed.get(module, module), module, "A" in found.groups()[1:])
-        return None
+        """What a tensor's name says, as vLLM parses it (`parse_fine_tuned_lora_name`); None where vLLM skips it."""
+        path, found, factor = tensor.rpartition(".lora_")
+        if not found or factor not in _FACTORS:
+            return None if tensor.endswith(_SKIPPED) else UNREADABLE
+        module = path.removeprefix("base_model.model.")
+        return TensorName(self.renamed.get(module, module), module, _FACTORS[factor])
 
 
 def serve(shape: ModelShape, max_lora_rank: int, *, mixed: bool = False, shared: bool = False) -> ServedShape:
@@ -203,26 +208,25 @@ def serve(shape: ModelShape, max_lora_rank: int, *, mixed: bool = False, shared:
     """
     modules: dict[str, ServedModule] = {}
     experts: dict[str, ExpertLayer] = {}
-    places: dict[str, tuple[str, Module, int]] = {}
+    places: dict[str, Place] = {}
     renamed: dict[str, str] = {}
-    for group, module, layer in shape.places():
-        path, found = group.path(layer, module), {}
-        if isinstance(module, Experts):
-            experts[path] = _expert_layer(module, path, mixed=mixed, shared=shared)
-            found = {name: takes for layout in experts[path].layouts for name, takes in layout.items()}
-        else:
-            parent = path.rpartition(".")[0]
-            for index, child in enumerate(module.children):
-                found[join(parent, child.name)] = ServedModule(
-                    module.input_size, child.output_size, projections=_whole(index)
-                )
-        prefix, peft_prefix = (one.removesuffix(module.name) for one in (path, group.peft_path(layer, module)))
-        for name in found:
-            places[name] = (group.path(None, module), module, layer)
+    for group in shape.groups:
+        for layer, module in product(group.layers if group.stage == "layers" else (0,), group.modules):
+            path, found = group.path(layer, module), {}
+            if isinstance(module, Experts):
+                experts[path] = _expert_layer(module, path, mixed=mixed, shared=shared)
+                found = {name: takes for layout in experts[path].layouts for name, takes in layout.items()}
+            else:
+                parent = path.rpartition(".")[0]
+                for index, child in enumerate(module.children):
+                    sizes = module.input_size, child.output_size
+                    found[join(parent, child.name)] = ServedModule(*sizes, projections=((index, _EVERYTHING),))
+            modules |= found
+            places |= dict.fromkeys(found, (group.path(None, module), module, layer))
+            prefix, peft_prefix = (one.removesuffix(module.name) for one in (path, group.peft_path(layer, module)))
             if prefix != peft_prefix:
-                renamed[peft_prefix + name.removeprefix(prefix)] = name
-        modules |= found
-    return ServedShape(ServedModel(modules, experts, lambda module: False, max_lora_rank), places, renamed)
+                renamed |= {peft_prefix + name.removeprefix(prefix): name for name in found}
+    return ServedShape(modules, experts, lambda module: False, max_lora_rank, places=places, renamed=renamed)
 
 
 def _expert_layer(module: Experts, path: str, *, mixed: bool, shared: bool) -> ExpertLayer:

@@ -179,9 +179,9 @@ class Layout:
             AdapterError: see `AdapterCheck.require`.
         """
         if names != self.checked:
-            known = {name: read for name, read in self.names.items() if name in names}
+            known = (name for name in self.names if name in names)
             shapes = {name: source.shape for name in known if (source := self.sources[name])}
-            check(shapes, known, self.served, lambda module: self.rank_and_scaling(module)[0]).require()
+            check(shapes, self.names.get, self.served, lambda module: self.rank_and_scaling(module)[0]).require()
             self.checked = frozenset(names)
 
     def knows(self, names: Iterable[str]) -> bool:

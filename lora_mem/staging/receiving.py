@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from lora_mem.errors import AdapterError
+from lora_mem.errors import AdapterError, compact, some
 from lora_mem.sizing.units import aligned
-from lora_mem.sizing.wording import compact, some
 from lora_mem.staging.counters import copied
 from lora_mem.staging.device_copies import DeviceCopies
 from lora_mem.staging.filling import Filler

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from lora_mem.errors import AdapterError
+from lora_mem.errors import AdapterError, some
 from lora_mem.sizing.options import RECEIVED_ITEMSIZE
-from lora_mem.sizing.wording import some
 
 CASTABLE: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in RECEIVED_ITEMSIZE)
 """The dtypes a factor may have; vLLM casts it to `lora_dtype`."""

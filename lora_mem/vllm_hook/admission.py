@@ -130,4 +130,4 @@ def check_for_manager(manager: Any, tensors: Mapping[str, torch.Tensor], config:
     names = names_for(None if manager is None else manager._adapter_manager.model, tensors, helper)
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     served = None if manager is None else served_model(manager)
-    rules.check(shapes, names, served, lambda module: int(helper.get_rank_and_scaling(module)[0])).require()
+    rules.check(shapes, names.get, served, lambda module: int(helper.get_rank_and_scaling(module)[0])).require()

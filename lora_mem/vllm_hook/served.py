@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lora_mem.errors import AdapterError
+from lora_mem.errors import AdapterError, compact, some
 from lora_mem.sizing.rules import NOT_PEFTS
 from lora_mem.sizing.serving import ExpertLayer, ServedModel, ServedModule, TensorName
-from lora_mem.sizing.wording import compact, some
 from lora_mem.vllm_hook.state import process
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_mem.errors import AdapterError
-from lora_mem.sizing.wording import compact
+from lora_mem.errors import AdapterError, compact
 from lora_mem.staging import offload
 from lora_mem.staging.layout import Part, shared_parts
 from lora_mem.staging.receiving import Receiver
