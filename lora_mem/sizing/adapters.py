@@ -106,8 +106,7 @@ class Adapter:
         shapes = {one.name: one.shape for one in self.tensors}
         refusals = dict(peft_config.refusals(self.config, max_lora_rank or MAX_LORA_RANKS[-1]))
         found = rules.check(shapes, served.read_name, served, refused_for=refusals)
-        ignored = found.ignored
-        return replace(found, ignored_bytes=sum(one.nbytes for one in self.tensors if one.name in ignored))
+        return replace(found, ignored_bytes=sum(one.nbytes for one in self.tensors if one.name in found.ignored))
 
     def footprint(self, model: ModelShape | dict[str, Any] | str | Path, **options: Any) -> Footprint:
         """The footprint of this very adapter: module by module with the ranks that its tensors have.

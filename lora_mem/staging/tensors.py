@@ -47,28 +47,22 @@ def check_tensors(
             f"tensors is {'empty' if isinstance(tensors, Mapping) else 'a ' + type(tensors).__name__}; it must be a "
             "dict of PEFT names ('base_model.model.<module>.lora_A.weight') to tensors"
         )
-    wrong_name = [name for name in tensors if not isinstance(name, str)]
-    if wrong_name:
+    if wrong_name := [name for name in tensors if not isinstance(name, str)]:
         raise AdapterError(f"names must be strings, got {some(map(repr, wrong_name))}")
-    wrong_type = [f"{name} ({_kind(tensor)})" for name, tensor in tensors.items() if not is_plain(tensor)]
-    if wrong_type:
+    if wrong_type := [f"{name} ({_kind(tensor)})" for name, tensor in tensors.items() if not is_plain(tensor)]:
         raise AdapterError(
             f"only plain dense torch tensors can be staged, got {some(wrong_type)}; pass full_tensor() of a DTensor, "
             "to_dense() of a sparse tensor"
         )
-    no_data = [f"{name} ({tensor.device})" for name, tensor in tensors.items() if tensor.device.type not in HAVE_DATA]
-    if no_data:
+    if no_data := [f"{name} ({one.device})" for name, one in tensors.items() if one.device.type not in HAVE_DATA]:
         raise AdapterError(f"cannot read {some(no_data)}; tensors must be on the host or a GPU")
-    wrong_dtype = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in CASTABLE]
-    if wrong_dtype:
-        raise AdapterError(
-            f"cannot cast {some(wrong_dtype)}; allowed are {', '.join(str(dtype) for dtype in CASTABLE)}"
-        )
-    if check_finite:
-        not_finite = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
-        if not_finite:
-            raise AdapterError(f"NaN or Inf in {some(not_finite)}")
-        for dtype in cast_to:
-            too_large = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.to(dtype)).all())]
-            if too_large:
-                raise AdapterError(f"values too large for the slots' {dtype} in {some(too_large)}")
+    if wrong_dtype := [f"{name} ({one.dtype})" for name, one in tensors.items() if one.dtype not in CASTABLE]:
+        raise AdapterError(f"cannot cast {some(wrong_dtype)}; allowed are {', '.join(map(str, CASTABLE))}")
+    if not check_finite:
+        return
+    if not_finite := [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]:
+        raise AdapterError(f"NaN or Inf in {some(not_finite)}")
+    for dtype in cast_to:
+        too_large = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.to(dtype)).all())]
+        if too_large:
+            raise AdapterError(f"values too large for the slots' {dtype} in {some(too_large)}")

@@ -118,11 +118,7 @@ def _linear_modules(adapters: Any, name: str, layer: Any) -> dict[str, ServedMod
 
 
 def check_config(manager: Any, config: dict[str, Any]) -> PEFTHelper:
-    """vLLM's reading of an adapter's config; refuses one that this worker cannot serve.
-
-    Raises:
-        AdapterError: vLLM refuses it.
-    """
+    """vLLM's reading of an adapter's config; an `AdapterError` where this worker cannot serve it."""
     helper = peft_helper(config)
     try:
         helper.validate_legal(manager.lora_config)
@@ -132,11 +128,7 @@ def check_config(manager: Any, config: dict[str, Any]) -> PEFTHelper:
 
 
 def peft_helper(config: dict[str, Any]) -> PEFTHelper:
-    """vLLM's reading of an adapter's config.
-
-    Raises:
-        AdapterError: vLLM refuses it.
-    """
+    """vLLM's reading of an adapter's config; an `AdapterError` where it refuses it."""
     from vllm.lora.peft_helper import PEFTHelper
 
     try:
