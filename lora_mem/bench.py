@@ -19,8 +19,8 @@ from lora_mem.observe.results import Bench, Held, Sync
 from lora_mem.sizing.footprints import footprint
 from lora_mem.sizing.options import Options
 from lora_mem.sizing.resolving import slot_rank
-from lora_mem.staging.counters import pinned_by_torch, resident
 from lora_mem.staging.pinned import HostBlock
+from lora_mem.staging.tensors import pinned_by_torch, resident
 from lora_mem.version import __version__
 
 if TYPE_CHECKING:

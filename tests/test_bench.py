@@ -20,7 +20,7 @@ from lora_mem.sizing import shapes
 from lora_mem.sizing.serving import ServedModule
 from lora_mem.sizing.shapes import ModelShape
 from lora_mem.sizing.units import aligned
-from lora_mem.vllm_hook.layouts import announced
+from lora_mem.vllm_hook.admission import announced
 from lora_mem.vllm_hook.state import process
 
 

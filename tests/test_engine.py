@@ -24,7 +24,7 @@ from lora_mem.sizing import footprints
 from lora_mem.sizing.adapters import read_adapter
 from lora_mem.sizing.peft_config import plain_config
 from lora_mem.sizing.targets import targeted
-from lora_mem.vllm_hook import admission, compat, layouts, loading, stage
+from lora_mem.vllm_hook import admission, compat, loading, stage
 from lora_mem.vllm_hook.state import process
 
 RANK = 8
@@ -690,20 +690,20 @@ def test_two_blocks_take_turns_however_many_syncs(llm, hook, manager):
 
 
 def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, monkeypatch):
-    from lora_mem.staging import arena
+    from lora_mem.staging import pinned
 
     tensors, config = adapter(manager, wanted=LINEAR)
     hook.trim()
     go_on, made = threading.Event(), []
 
-    class Slow(arena.HostBlock):
+    class Slow(pinned.HostBlock):
         def __init__(self, nbytes, *, pin=True):
             assert threading.current_thread() is not threading.main_thread()
             assert go_on.wait(20)
             super().__init__(nbytes, pin=pin)
             made.append(self)
 
-    monkeypatch.setattr(arena, "HostBlock", Slow)
+    monkeypatch.setattr(pinned, "HostBlock", Slow)
     nbytes = hook.reserve(config)
     assert hook.reserve(config) == nbytes  # under way already
     assert process.arena.blocks == []
@@ -719,7 +719,7 @@ def test_reserving_goes_on_in_a_thread_and_a_stage_waits_for_it(hook, manager, m
         raise MemoryError("no room")
 
     hook.drop_adapter(1)
-    monkeypatch.setattr(arena, "HostBlock", too_large)
+    monkeypatch.setattr(pinned, "HostBlock", too_large)
     hook.reserve(config)  # the thread's error is not lost: the stage meets it again
     for attempt in (lambda: lora_mem.open_stage(1, config), lambda: hook.reserve(config, wait=True)):
         with pytest.raises(AdapterError, match=rf"cannot reserve {nbytes} bytes .*no room"):
@@ -975,12 +975,12 @@ def test_layouts_are_remembered_by_what_decides_them_and_not_without_end(hook, m
     assert len(process.layouts[manager]) == 1
     for alpha in range(1, 40):
         hook.stage_adapter(1, tensors, config | {"lora_alpha": alpha}, load_inplace=True)
-    assert len(process.layouts[manager]) == layouts.MOST_LAYOUTS
+    assert len(process.layouts[manager]) == admission.MOST_LAYOUTS
 
 
 def test_targets_are_matched_as_peft_does(hook, manager):
     def announced(**config):
-        return layouts.announced(manager, plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
+        return admission.announced(manager, plain_config({"r": 8, "lora_alpha": 8, **config})).nbytes
 
     every = announced(target_modules="all-linear")
     assert (

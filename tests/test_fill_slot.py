@@ -20,9 +20,9 @@ from vllm.lora.request import LoRARequest
 import lora_mem
 from lora_mem import testing, vllm_hook
 from lora_mem.errors import AdapterError
-from lora_mem.staging import filling
+from lora_mem.staging import receiving
 from lora_mem.vllm_hook import blocks, loading, slots
-from lora_mem.vllm_hook.layouts import layout_of
+from lora_mem.vllm_hook.admission import layout_of
 from lora_mem.vllm_hook.state import process
 
 LINEAR = testing.modules_named("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -239,7 +239,7 @@ def test_why_a_slot_is_not_filled(llm, hook, manager, versions, monkeypatch, tmp
 
     # All A first, then all B, and no room to hold a module until its other half comes.
     with monkeypatch.context() as patched, lora_mem.open_stage(1, first.config, fill_slot=True) as stage:
-        patched.setattr(filling, "MOST_UNDER_WAY", 1)
+        patched.setattr(receiving, "MOST_UNDER_WAY", 1)
         for letter in "AB":
             stage.add_all({name: t for name, t in first.tensors.items() if f"lora_{letter}." in name})
         request = stage.commit()

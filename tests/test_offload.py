@@ -14,11 +14,9 @@ from hypothesis import strategies as st  # noqa: E402
 
 from lora_mem.sizing.units import BLOCK_ALIGNMENT, aligned  # noqa: E402
 from lora_mem.staging import offload, pinned  # noqa: E402
-from lora_mem.staging.arena import Arena  # noqa: E402
-from lora_mem.staging.counters import resident  # noqa: E402
 from lora_mem.staging.offload import HostCopies, move_to_host  # noqa: E402
-from lora_mem.staging.pinned import HostBlock  # noqa: E402
-from lora_mem.staging.views import is_dense  # noqa: E402
+from lora_mem.staging.pinned import Arena, HostBlock  # noqa: E402
+from lora_mem.staging.tensors import is_dense, resident  # noqa: E402
 
 MIB = 2**20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

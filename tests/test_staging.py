@@ -30,10 +30,9 @@ from lora_mem.staging.layout import Announced, Layout
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.staging.receiving import Receiver
 from lora_mem.vllm_hook import loading, served, slots
-from lora_mem.vllm_hook.layouts import announced, layout_of
+from lora_mem.vllm_hook.admission import announced, layout_of
 from lora_mem.vllm_hook.models import model_of_parts
-from lora_mem.vllm_hook.staged import StagedAdapter
-from lora_mem.vllm_hook.state import process
+from lora_mem.vllm_hook.state import StagedAdapter, process
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK = 4, 32, 12, 4
 NAME = "model.layers.0.mlp.experts"
@@ -366,7 +365,7 @@ def test_what_is_packed_is_not_looked_for_again(hook, monkeypatch):
     manager, layer = worker("gated")
     tensors = adapter("gated")
     receiver = receive(manager, tensors)
-    stage = StagedAdapter(CONFIG, parts=receiver.parts, lora_int_id=1, name="one")
+    stage = StagedAdapter(1, "one", CONFIG, parts=receiver.parts)
     model = loading.made_here(model_of(manager, stage.parts), stage)
     adapters = manager._adapter_manager
     before = adapters.packed_modules

@@ -14,7 +14,7 @@ from lora_mem.sizing.counting import HOLDERS
 from lora_mem.sizing.footprints import PADDING, Footprint, evaluate
 from lora_mem.sizing.options import Strategy
 from lora_mem.sizing.units import most_under_way, power_of_two
-from lora_mem.staging.views import memory
+from lora_mem.staging.tensors import memory
 from lora_mem.vllm_hook import LiveAdapter
 
 

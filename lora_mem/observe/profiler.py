@@ -29,8 +29,8 @@ from lora_mem import vllm_hook
 from lora_mem.observe.recorders import sampling, snapshotting, trace_file, tracing
 from lora_mem.observe.results import Memory, Phase, Profile, Sample
 from lora_mem.observe.traces import RANGE, read_trace
-from lora_mem.staging.counters import copied, pinned_by_torch, resident
 from lora_mem.staging.pinned import HostBlock
+from lora_mem.staging.tensors import copied, pinned_by_torch, resident
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from lora_mem.sizing.units import allowed_under_way
-from lora_mem.staging.counters import copied
+from lora_mem.staging.tensors import copied
 
 
 class DeviceCopies:

@@ -18,7 +18,7 @@ from lora_mem.errors import AdapterError
 from lora_mem.sizing.rules import above_max_lora_rank, check
 from lora_mem.sizing.serving import ServedModel, ServedModule, TensorName
 from lora_mem.sizing.units import aligned
-from lora_mem.staging.views import view_key
+from lora_mem.staging.tensors import view_key
 
 _MOST_ROUTED = 4
 """How many routes are remembered: as many as name each tensor of the adapter this often."""

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_mem.sizing.units import aligned
-from lora_mem.staging.counters import copied
 from lora_mem.staging.pinned import HostBlock
-from lora_mem.staging.views import is_dense, view_key, without_repeats
+from lora_mem.staging.tensors import copied, is_dense, view_key, without_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,8 +1,10 @@
-"""What is asked of an adapter's tensors themselves, whatever the model."""
+"""An adapter's tensors: what is asked of them, the memory that they show, and bytes that are counted."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,3 +68,72 @@ def check_tensors(
         too_large = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor.to(dtype)).all())]
         if too_large:
             raise AdapterError(f"values too large for the slots' {dtype} in {some(too_large)}")
+
+
+def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that show the same memory in the same way. Valid while the tensor is alive."""
+    storage = tensor.untyped_storage()
+    # A meta tensor has no address; its storage object tells it apart.
+    address = tensor.data_ptr() if tensor.device.type != "meta" else (storage._cdata, tensor.storage_offset())
+    return tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def memory(tensors: Iterable[torch.Tensor]) -> dict[tuple[str, int], int]:
+    """Bytes of the memory that tensors show, by device and address; what several show counts once."""
+    found: dict[tuple[str, int], int] = {}
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes():
+            # Views of one block are told apart by where they start; a block's own total would count its padding.
+            key = (str(tensor.device), tensor.data_ptr() or id(tensor))
+            found[key] = max(found.get(key, 0), without_repeats(tensor).nbytes)
+    return found
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with each expanded (stride 0) dimension cut to one element: `copy_` into stride 0 raises."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one range without gaps or overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True  # the common case, a flag
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass
+class Copied:
+    """Bytes copied between GPUs and the host so far, each way; only ever grows. A profile takes differences of it.
+
+    Counted by the code that copies: an offload, a stage, and vLLM's copies into slots while a profile is open.
+    """
+
+    to_host: int = 0
+    to_device: int = 0
+
+
+copied = Copied()
+
+
+def pinned_by_torch() -> int | None:
+    """Bytes that torch's own cache of pinned memory holds, in use or not; None without a GPU in this process."""
+    if not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+def resident() -> int:
+    """Bytes of host memory that this process has resident."""
+    with open("/proc/self/statm", "rb") as file:
+        pages = int(file.read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

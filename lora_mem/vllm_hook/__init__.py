@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from lora_mem.vllm_hook.live import registered_model as registered_model
     from lora_mem.vllm_hook.live import slot_buffers as slot_buffers
     from lora_mem.vllm_hook.loading import offload_in_memory_adapter as offload_in_memory_adapter
+    from lora_mem.vllm_hook.models import build_model as build_model
+    from lora_mem.vllm_hook.models import lively_weights as lively_weights
+    from lora_mem.vllm_hook.models import pack_without_engine as pack_without_engine
     from lora_mem.vllm_hook.served import served_model as served_model
     from lora_mem.vllm_hook.stage import Stage as Stage
     from lora_mem.vllm_hook.stage import open_stage as open_stage
     from lora_mem.vllm_hook.stage import stage_adapter as stage_adapter
-    from lora_mem.vllm_hook.trial import build_model as build_model
-    from lora_mem.vllm_hook.trial import lively_weights as lively_weights
-    from lora_mem.vllm_hook.trial import pack_without_engine as pack_without_engine
 
 _ROOMS = {
     "blocks": "drop_adapter reserve trim",
@@ -53,9 +53,9 @@ _ROOMS = {
     "live": "LiveAdapter bytes_by_device holders live_adapters live_managers live_worker lora_layers "
     "manager_of places registered_ids registered_model slot_buffers",
     "loading": "offload_in_memory_adapter",
+    "models": "build_model lively_weights pack_without_engine",
     "served": "served_model",
     "stage": "Stage open_stage stage_adapter",
-    "trial": "build_model lively_weights pack_without_engine",
 }
 _HOME = {name: f"lora_mem.vllm_hook.{room}" for room, names in _ROOMS.items() for name in names.split()}
 _HOME |= {"Strategy": "lora_mem.sizing.options", "release_device_memory": "lora_mem.staging.offload"}

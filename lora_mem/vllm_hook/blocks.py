@@ -11,8 +11,7 @@ from lora_mem.errors import AdapterError
 from lora_mem.sizing.peft_config import plain_config
 from lora_mem.staging.pinned import HostBlock
 from lora_mem.vllm_hook import compat
-from lora_mem.vllm_hook.admission import check_active, integer_id, only_engine
-from lora_mem.vllm_hook.layouts import announced, layout_of
+from lora_mem.vllm_hook.admission import announced, check_active, integer_id, layout_of, only_engine
 from lora_mem.vllm_hook.live import registered_model
 from lora_mem.vllm_hook.state import process
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lora_mem.staging.counters import copied
+from lora_mem.staging.tensors import copied
 from lora_mem.vllm_hook.state import process
 
 Recorder = Callable[[str, int], AbstractContextManager[Any]]

@@ -10,8 +10,7 @@ from lora_mem.sizing.options import Strategy
 from lora_mem.staging.offload import Moved
 from lora_mem.vllm_hook import compat, loading
 from lora_mem.vllm_hook.live import bytes_by_device, registered_model
-from lora_mem.vllm_hook.staged import StagedAdapter
-from lora_mem.vllm_hook.state import process
+from lora_mem.vllm_hook.state import StagedAdapter, process
 
 
 def install(strategy: Strategy = "stage") -> None:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_mem.staging import offload
-from lora_mem.staging.views import memory
+from lora_mem.staging.tensors import memory
 from lora_mem.vllm_hook import compat
 from lora_mem.vllm_hook.served import peft_helper, read_names, rename_mapper, served_model
-from lora_mem.vllm_hook.staged import StagedAdapter
-from lora_mem.vllm_hook.state import process
+from lora_mem.vllm_hook.state import StagedAdapter, process
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel

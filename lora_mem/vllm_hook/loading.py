@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 from lora_mem.errors import AdapterError
 from lora_mem.staging import offload
 from lora_mem.vllm_hook import compat
-from lora_mem.vllm_hook.admission import check_for_manager
+from lora_mem.vllm_hook.admission import check_fits, check_for_manager
 from lora_mem.vllm_hook.events import span
-from lora_mem.vllm_hook.layouts import check_fits
 from lora_mem.vllm_hook.live import places
 from lora_mem.vllm_hook.models import StageReader, model_of_parts
 from lora_mem.vllm_hook.patches import replaced
 from lora_mem.vllm_hook.served import peft_helper
 from lora_mem.vllm_hook.slots import activate
 from lora_mem.vllm_hook.stage import SCHEME
-from lora_mem.vllm_hook.staged import StagedAdapter
-from lora_mem.vllm_hook.state import process
+from lora_mem.vllm_hook.state import StagedAdapter, process
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel

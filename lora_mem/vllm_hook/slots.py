@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lora_mem.staging.filling import Filler
 from lora_mem.staging.layout import Part
+from lora_mem.staging.receiving import Filler
 from lora_mem.vllm_hook.live import slot_buffers
 from lora_mem.vllm_hook.models import model_of_parts
 from lora_mem.vllm_hook.patches import replaced

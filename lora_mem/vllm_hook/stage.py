@@ -16,18 +16,18 @@ from lora_mem.staging.tensors import check_tensors
 from lora_mem.vllm_hook import compat
 from lora_mem.vllm_hook.admission import (
     admit,
+    announced,
     check_for_engines,
     check_not_in_use,
     check_not_less,
     engines,
+    layout_of,
     only_engine,
 )
 from lora_mem.vllm_hook.blocks import forget, keep
-from lora_mem.vllm_hook.layouts import announced, layout_of
 from lora_mem.vllm_hook.served import check_config
 from lora_mem.vllm_hook.slots import NoSlot, SlotFill
-from lora_mem.vllm_hook.staged import StagedAdapter
-from lora_mem.vllm_hook.state import process
+from lora_mem.vllm_hook.state import StagedAdapter, process
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -99,7 +99,7 @@ def stage_adapter(
                 stage.add_all(own)
                 return stage.commit()
     check_not_less(lora_int_id, config, frozenset(own), laid_out=False)
-    adapter = _as_received(StagedAdapter(config, own, why_not_laid_out=why_not, lora_int_id=lora_int_id, name=name))
+    adapter = _as_received(StagedAdapter(lora_int_id, name, config, tensors=own, why_not_laid_out=why_not))
     if fill_slot:
         adapter.why_not_filled = f"vLLM has to pack it: {why_not}"
     return _enter(adapter, load_inplace, fused=any(".experts.base_layer." in key for key in own))
@@ -199,7 +199,7 @@ class Stage:
                 raise AdapterError(f"name {name!r} is in use by the open stage of adapter {other_id}")
         self.lora_int_id: int = lora_int_id
         self.name: str = name
-        self._adapter = StagedAdapter(config, lora_int_id=lora_int_id, name=name)
+        self._adapter = StagedAdapter(lora_int_id, name, config)
         self._load_inplace = load_inplace
         self._manager = manager
         self._layout = layout_of(manager, config)

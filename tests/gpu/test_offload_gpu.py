@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lora_mem.staging.counters import resident  # noqa: E402
 from lora_mem.staging.offload import move_to_host  # noqa: E402
 from lora_mem.staging.pinned import HostBlock  # noqa: E402
+from lora_mem.staging.tensors import resident  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
