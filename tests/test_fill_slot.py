@@ -366,6 +366,8 @@ def test_status_says_what_became_of_the_slot(llm, hook, manager, versions):
     assert one(hook).why_not_filled == "vLLM has to pack it: the strategy is 'offload'"
     with pytest.raises(AdapterError, match="fill_slot is 'no'; it must be True or False"):
         hook.stage_adapter(1, first.tensors, first.config, load_inplace=True, fill_slot="no")
+    with pytest.raises(AdapterError, match="load_inplace is 'no'; it must be True or False"):
+        hook.stage_adapter(1, first.tensors, first.config, load_inplace="no")
 
 
 def test_uninstalled_while_it_arrives(llm, hook, manager, versions):

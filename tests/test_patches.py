@@ -287,3 +287,28 @@ def test_a_patch_for_a_while(owner):
         assert [patch.state for patch in patches] == ["wrapped"]
     assert dict(vars(owner)) == before
     assert not list(patches)
+
+
+def test_whoever_uses_functools_wraps_is_named_and_not_what_they_wrap(owner):
+    patches = Patches()
+    patches.put(owner, "work", ours)
+    owner.work = wraps(owner.work)
+    assert patches.state(owner, "work") == f"wrapped, then wrapped by {__name__}.wraps.<locals>.theirs"
+
+
+def test_a_class_that_lost_theirs_and_ours_inherits_what_is_wrapped():
+    base = type("Base", (), {"work": Theirs.work})
+    owner, patches = type("Owner", (base,), {"work": wraps(Theirs.work)}), Patches()
+    for cls in (base, owner):
+        patches.put(cls, "work", ours)
+    del owner.work
+    assert calls(owner) == ["ours", "original"]
+    assert patches.state(owner, "work") == "inherits the wrapped one"
+
+
+def test_a_function_of_an_engines_own_is_in_the_status(hook, manager, monkeypatch):
+    monkeypatch.setattr(manager, "_load_adapter", lambda request: None, raising=False)
+    monkeypatch.setattr(manager, "add_adapter", wraps(manager.add_adapter), raising=False)
+    found = hook.status().wrapped["LRUCacheWorkerLoRAManager"]
+    assert found["_load_adapter"].startswith(f"wrapped, then replaced in an engine by {__name__}.")
+    assert found["add_adapter"].startswith(f"wrapped, then wrapped in an engine by {__name__}.")

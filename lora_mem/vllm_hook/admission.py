@@ -22,7 +22,7 @@ from lora_mem.vllm_hook.state import StagedAdapter, process
 
 
 def admit(
-    lora_int_id: Any, name: Any, adapter_config: Any, *, load_inplace: bool, fill_slot: Any
+    lora_int_id: Any, name: Any, adapter_config: Any, *, load_inplace: Any, fill_slot: Any
 ) -> tuple[int, str, dict[str, Any]]:
     """The id, the name and the config of an adapter that is to be staged.
 
@@ -35,9 +35,10 @@ def admit(
     if name is not None and not isinstance(name, str):
         raise AdapterError(f"name is {name!r}; it must be a string, or None")
     name = name or f"lora_mem-{lora_int_id}"
+    for argument, value in (("load_inplace", load_inplace), ("fill_slot", fill_slot)):
+        if not isinstance(value, bool):
+            raise AdapterError(f"{argument} is {value!r}; it must be True or False")
     check_not_in_use(lora_int_id, name, load_inplace=load_inplace)
-    if not isinstance(fill_slot, bool):
-        raise AdapterError(f"fill_slot is {fill_slot!r}; it must be True or False")
     return lora_int_id, name, plain_config(adapter_config)
 
 

@@ -108,8 +108,9 @@ class HookStatus:
         in_tested_range: whether the tests ran against a release between `tested_vllm`'s two.
         wrapped: for each class or object of vLLM's that the hook patches, what became of each function: "wrapped";
             "wrapped, then wrapped by <who>", which still gets to ours; "wrapped, then replaced by <who>", which does
-            not; "unwrapped, but inside <who>", where ours only passes calls on; "not wrapped"; "absent"; "inherits the
-            wrapped one" or "inherits the unwrapped one".
+            not; both with "in an engine" where one engine's manager has a function of its own; "unwrapped, but inside
+            <who>", where ours only passes calls on; "not wrapped"; "absent"; "inherits the wrapped one" or "inherits
+            the unwrapped one".
         engines: worker LoRA managers alive in this process.
         adapters: staged in this process.
         free_block_bytes: host memory that no adapter uses now, kept for next versions; `trim` gives it back.
@@ -139,6 +140,9 @@ def status() -> HookStatus:
     for owner, name in dict.fromkeys([*places, *((patch.owner, patch.name) for patch in process.patches)]):
         cls = owner if isinstance(owner, type) else type(owner)
         wrapped.setdefault(cls.__name__, {})[name] = process.patches.state(owner, name)
+    for manager in process.managers:
+        for name in vars(manager).keys() & loading.OF_MANAGERS.keys():
+            wrapped.setdefault(type(manager).__name__, {})[name] = process.patches.instance_state(manager, name)
     because = process.inactive_because if version else "vllm is not installed: pip install 'lora-mem[vllm]'"
     return HookStatus(
         active=not because,

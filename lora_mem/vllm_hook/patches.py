@@ -113,13 +113,22 @@ class Patches:
     def state(self, owner: Any, name: str) -> str:
         """What became of a function, in words."""
         patch = self._find(owner, name)
-        if patch is not None:
+        # A patch of a class can be gone with the function that someone took away: then the class inherits again.
+        if patch is not None and (name in vars(owner) or not isinstance(owner, type)):
             return patch.state
         if name in vars(owner):
             return "not wrapped"
         inherited = getattr(owner, name, None)
         ours = any(patch.active and patch.function is inherited for patch in self._patches)
         return "absent" if inherited is None else f"inherits the {'' if ours else 'un'}wrapped one"
+
+    def instance_state(self, instance: Any, name: str) -> str:
+        """What a function of an instance's own, which hides its class's, makes of ours, in words."""
+        own, of_class = vars(instance)[name], getattr(type(instance), name)
+        if not any(patch.active and patch.function is of_class for patch in self._patches):
+            return "not wrapped"
+        what = "wrapped" if _leads_to(own, of_class) else "replaced"
+        return f"wrapped, then {what} in an engine by {_full_name(own)}"
 
     def __iter__(self) -> Iterator[Patch]:
         """All of them, in the order in which they were put."""
@@ -176,5 +185,7 @@ def _held_by(function: Any) -> Iterator[Any]:
 
 
 def _full_name(function: Any) -> str:
+    if isinstance(function, FunctionType):  # functools.wraps copies the names of what it wraps
+        return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
