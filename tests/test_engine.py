@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import threading
 from dataclasses import replace
 
@@ -233,9 +234,9 @@ def refusals(hook, manager):
         "id 0": ((0, tensors, config), {}, "lora_int_id is 0"),
         "negative id": ((-1, tensors, config), {}, "lora_int_id is -1"),
         "huge id": ((2**63, tensors, config), {}, "lora_int_id is 9223372036854775808; it must be .* below"),
-        "name that is no string": ((2, tensors, config, 5), {}, "name is 5; it must be a string"),
+        "name that is not a string": ((2, tensors, config, 5), {}, "name is 5; it must be a string"),
         "alpha NaN": ((2, tensors, config | {"lora_alpha": float("nan")}), {}, r"\['lora_alpha'\] is nan"),
-        "id that is no integer": (("1", tensors, config), {}, "lora_int_id is '1'"),
+        "id that is not an integer": (("1", tensors, config), {}, "lora_int_id is '1'"),
         "id in use": ((1, tensors, config), {}, "lora_int_id 1 is in use by 'lora_mem-1'"),
         "name in use": ((2, tensors, config, "lora_mem-1"), {}, "name 'lora_mem-1' is in use by adapter 1"),
         "DoRA": ((2, tensors, config | {"use_dora": True}), {}, "vLLM does not yet support DoRA"),
@@ -602,8 +603,8 @@ def test_an_interrupted_stage_leaves_everything_as_it_was(llm, hook, manager, fi
         (incomplete, "a factor is missing: .*has no"),
         (less_than_announced, r"\d+ bytes were announced .* but \d+ arrived"),
         (twice, "came twice"),
-        (lambda: after_a_failed_add(lambda t: t.to("meta"), True), "of no use after an add that failed .*cannot read"),
-        (lambda: after_a_failed_add(lambda t: t[:1], False), "of no use after an add that failed .*shapes that do not"),
+        (lambda: after_a_failed_add(lambda t: t.to("meta"), True), "cannot be used after a failed add .*cannot read"),
+        (lambda: after_a_failed_add(lambda t: t[:1], False), "cannot be used after a failed add .*shapes that do not"),
         (one_name_twice, "name 'same' is in use by the open stage of adapter 5"),
         (two_at_once, "a stage of adapter 1 is open already"),
         (closed, "the stage of adapter 3 is closed"),
@@ -989,3 +990,11 @@ def test_targets_are_matched_as_peft_does(hook, manager):
     one_layer = announced(target_modules=r".*\.layers\.2\..*_proj")
     assert one_layer * 4 == every
     assert announced(target_modules=["layers.2.self_attn.q_proj"]) * 4 == announced(target_modules=["q_proj"])
+
+
+def test_status_prints_a_line_for_the_hook_and_one_for_each_adapter(llm, manager, hook):
+    tensors, config = testing.random_adapter(manager, rank=4, seed=1)
+    llm.llm_engine.add_lora(lora_mem.stage_adapter(7, tensors, config, "seven"))
+    first, second = str(lora_mem.status()).splitlines()
+    assert first.startswith("lora_mem is active: strategy stage, vLLM ")
+    assert re.fullmatch(r"  adapter 7 'seven', version \d+, loaded: 0\.\d{4} GiB on cpu, not pinned", second)

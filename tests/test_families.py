@@ -237,8 +237,8 @@ LIKE_LLAMA = '[family.cedar]\narchitectures = ["CedarForCausalLM: cedar"]\nlike 
     ("text", "message"),
     [
         ("[family.cedar", "LORA_MEM_FAMILIES=.*is not valid TOML"),
-        (LIKE_LLAMA.replace("llama", "lama"), "like='lama': is no family; known: .*llama"),
-        (LIKE_LLAMA + 'layer = "atention"', "block='atention': is no block; known: .*attention"),
+        (LIKE_LLAMA.replace("llama", "lama"), "like='lama': is not a family; known: .*llama"),
+        (LIKE_LLAMA + 'layer = "atention"', "block='atention': is not a block; known: .*attention"),
         (LIKE_LLAMA + 'layer = "row o_proj hidden_size -> 1"', "module='row o_proj.*: must be like KIND NAME: INPUT"),
         (LIKE_LLAMA + 'layer = "row o_proj: hidden_size -> 2 **"', r"expression='2 \*\*': cannot be read"),
         (LIKE_LLAMA + 'layer = "row o_proj: hidden_size -> 2 ** 9"', r"expression='2 \*\* 9': is not in the language"),

@@ -52,9 +52,9 @@ def test_what_is_given_is_told_from_what_is_resolved() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_lora_ranks": 8}, "max_lora_ranks=8: is no option. Did you mean max_lora_rank or max_loras"),
-        ({"tp": 2}, r"tp=2: is no option. Did you mean tensor_parallel_size\? Options are rank, target_modules, "),
-        ({"zzz": None}, "zzz=None: is no option. Options are rank, "),
+        ({"max_lora_ranks": 8}, "max_lora_ranks=8: is not an option. Did you mean max_lora_rank or max_loras"),
+        ({"tp": 2}, r"tp=2: is not an option. Did you mean tensor_parallel_size\? Options are rank, target_modules, "),
+        ({"zzz": None}, "zzz=None: is not an option. Options are rank, "),
         ({}, "rank: is missing"),
     ],
 )

@@ -156,13 +156,13 @@ def test_a_contradiction_is_named(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("/no/such/config.json", "is no file"),
-        ("no-slash", "is no file, and no hub name"),
+        ("/no/such/config.json", "is not a file"),
+        ("no-slash", "is not a file, nor a hub name"),
         ("", "must be a dict, a path"),
         (7, "must be a dict, a path"),
-        ("a" * 5000, "is no name and no path"),
-        (Path("b" * 5000), "is no name and no path"),
-        ("~nobody-of-this-name/model", "is no name and no path"),
+        ("a" * 5000, "is not a name or a path"),
+        (Path("b" * 5000), "is not a name or a path"),
+        ("~nobody-of-this-name/model", "is not a name or a path"),
     ],
 )
 def test_a_source_that_is_not_found(source: Any, message: str) -> None:

@@ -505,7 +505,7 @@ def test_one_expert_in_the_middle_that_is_not_like_the_others(dtype, spoil, mess
     name = f"base_model.model.{NAME}.2.up_proj.lora_A.weight"
     with pytest.raises(AdapterError, match=message):
         receiver.add_all(tensors | {name: spoil(tensors[name])})
-    # A dtype of its own is no reason, as long as it can be cast.
+    # A dtype of its own is not a reason, as long as it can be cast.
     receiver.abort()
     receiver.add_all(tensors | {name: tensors[name].double()})
     receiver.finish()

@@ -185,7 +185,7 @@ class Profiler:
             self._depth = depth
             self._ended[place] = Phase(
                 name=name,
-                depth=max(0, depth - 1),  # the whole block is no phase
+                depth=max(0, depth - 1),  # the whole block is not a phase
                 start=began - self._zero,
                 seconds=seconds,
                 device_seconds=None,  # once the device has passed its events
@@ -360,7 +360,7 @@ def profile(function: Callable[..., Any] | None = None, /, **options: Any) -> An
 
     Raises:
         ValueError: an option that is not allowed.
-        TypeError: what is decorated is no function, is an `async def` or makes a generator.
+        TypeError: what is decorated is not a function, is an `async def` or makes a generator.
     """
     return Profiler(**options) if function is None else Profiler()(function)
 

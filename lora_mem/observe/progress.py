@@ -13,7 +13,7 @@ SECONDS = 2.0  # a bar appears after so long
 def progress(of: Iterable[Any] | None = None, *, what: str = "", total: int | None = None) -> Any:
     """tqdm's bar over an iterable, or one of `total` to `update()`, for a `with` block; `what` stands before it.
 
-    Off where `LORA_MEM_PROGRESS=0`, under pytest, and where stderr is no terminal, unless that is Jupyter's.
+    Off where `LORA_MEM_PROGRESS=0`, under pytest, and where stderr is not a terminal, unless that is Jupyter's.
     """
     from tqdm.auto import tqdm
 

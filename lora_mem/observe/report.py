@@ -55,7 +55,7 @@ main .jp-RenderedHTMLCommon tr > :first-child { text-align: left; white-space: p
 
 
 class ReportError(ValueError):
-    """A folder that is no report, or that lacks what its README shows."""
+    """A folder that is not a report, or that lacks what its README shows."""
 
 
 def render(folder: str | Path) -> str:

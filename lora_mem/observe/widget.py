@@ -63,7 +63,7 @@ def _widget(option: Option, layout: Any) -> Any:
 
 
 def _chosen(option: Option, value: Any) -> Any:
-    """A widget's value as the option takes it; what is no number is left to the option's check to refuse."""
+    """A widget's value as the option takes it; what is not a number is left to the option's check to refuse."""
     if value == "":
         return option.default
     if not isinstance(value, str) or option.choices:

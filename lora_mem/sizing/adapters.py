@@ -286,7 +286,7 @@ def _file(directory: Path, name: str) -> Path:
         path = directory.expanduser() / name
         found = path.is_file()
     except (OSError, RuntimeError) as error:  # a name too long for a file, a home that is nobody's
-        raise SizingError("adapter", str(directory), f"is no path ({error})") from None
+        raise SizingError("adapter", str(directory), f"is not a path ({error})") from None
     if not found:
         raise SizingError("adapter", str(path), "is missing; the directory of an adapter holds it")
     return path
@@ -303,7 +303,7 @@ def _from_file(path: Path) -> Iterator[AdapterTensor]:
     except OSError as error:
         raise SizingError("adapter", str(path), f"cannot be read ({error.strerror})") from None
     if len(text) != length:
-        raise SizingError("adapter", str(path), "is no safetensors file: it is shorter than its header says")
+        raise SizingError("adapter", str(path), "is not a safetensors file: it is shorter than its header says")
     header = parse_object(text, "adapter", f"{path} (header)")
     header.pop("__metadata__", None)
     end = 0
@@ -314,7 +314,7 @@ def _from_file(path: Path) -> Iterator[AdapterTensor]:
         yield AdapterTensor(name, shape, dtype, stop - begin)
     if 8 + length + end != size:
         held = size - 8 - length
-        raise SizingError("adapter", str(path), f"is damaged: its header tells of {end} bytes of data, it has {held}")
+        raise SizingError("adapter", str(path), f"is damaged: its header says {end} bytes of data, the file has {held}")
 
 
 def _entry(entry: Any, name: str, where: str) -> tuple[int, int, tuple[int, ...], str]:

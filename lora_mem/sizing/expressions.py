@@ -55,7 +55,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.NotIn: lambda item, items: item not in items,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "int": int, "str": str}
-# How a field is read where it is no whole number.
+# How a field is read where it is not a whole number.
 READERS: dict[str, Callable[..., Any]] = {
     "raw": Config.raw,
     "list": Config.items,
@@ -127,7 +127,7 @@ class Scope:
         """The value of an expression.
 
         Raises:
-            SizingError: a field is missing or wrong, or the text is no expression of this language.
+            SizingError: a field is missing or wrong, or the text is not an expression of this language.
 
         """
         return self.value(parse(self.text(text)))

@@ -81,7 +81,7 @@ class Families:
     def _family(self, name: str) -> Table:
         """What a family says, with what it has from the one that it is like."""
         if name not in self.families:
-            raise SizingError("families: like", name, f"is no family; known: {', '.join(sorted(self.families))}")
+            raise SizingError("families: like", name, f"is not a family; known: {', '.join(sorted(self.families))}")
         own: Table = self.families[name]
         like: Table = self._family(own["like"]) if "like" in own else {"per_layer": {}}
         tables = {key: like[key] | own.get(key, {}) for key in like if isinstance(like[key], dict) and key != "around"}
@@ -95,7 +95,7 @@ class Families:
                 raise config.error("text_config", "must be an object")
             architecture = self.architecture(text)
             if architecture not in self.architectures:
-                raise text.error("model_type", "is no text model that is known to be served with LoRA by vLLM")
+                raise text.error("model_type", "is not a text model that is known to be served with LoRA by vLLM")
             groups = list(self.groups(str(architecture), text))
         else:
             if "variants" in family:

@@ -112,7 +112,7 @@ class Lines(Scope):
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = ast.unparse(call.func)
         if name not in self.blocks:
-            raise SizingError("families: block", name, f"is no block; known: {', '.join(sorted(self.blocks))}")
+            raise SizingError("families: block", name, f"is not a block; known: {', '.join(sorted(self.blocks))}")
         block = self.blocks[name]
         parameters = {name: value for name, value in block.items() if name not in ("check", "modules")}
         arguments = dict(zip([*parameters][: len(call.args)], call.args, strict=True))

@@ -337,7 +337,7 @@ def gather(options: Options | None, changes: Mapping[str, Any]) -> Options:
     """`options` with `changes`, or the changes alone where there are no options.
 
     Raises:
-        TypeError: a name is no option, or the rank is missing.
+        TypeError: a name is not an option, or the rank is missing.
         SizingError: a value is not what vLLM or PEFT allows.
     """
     for name, value in changes.items():
@@ -345,7 +345,7 @@ def gather(options: Options | None, changes: Mapping[str, Any]) -> Options:
             by_flag = [option.name for option in OPTIONS.values() if option.flag == f"--{name.replace('_', '-')}"]
             near = by_flag or difflib.get_close_matches(name, OPTIONS)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise TypeError(f"{name}={value!r}: is no option.{hint} Options are {', '.join(OPTIONS)}")
+            raise TypeError(f"{name}={value!r}: is not an option.{hint} Options are {', '.join(OPTIONS)}")
     if options is not None:
         if not isinstance(options, Options):
             raise SizingError("options", options, "must be lora_mem.Options, or be given as keywords")

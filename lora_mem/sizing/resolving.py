@@ -181,7 +181,7 @@ def _check_deployment(shape: ModelShape, targets: tuple[str, ...] | None) -> Non
     """Refuse a name in `lora_target_modules` that no module matches, and a vocabulary too large for lm_head's slots."""
     for name in targets or ():
         if not any(deployed(group.path(layer, module), module, (name,)) for group, module, layer in shape.places()):
-            raise SizingError("lora_target_modules", name, f"is no module of {shape.name} that has slots")
+            raise SizingError("lora_target_modules", name, f"is not a module of {shape.name} that has slots")
     for group, module in shape.kinds:
         if not isinstance(module, Linear) or module.kind != "logits" or module.slices[0] <= MAX_VOCAB_SIZE:
             continue

@@ -134,7 +134,7 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
             path = path / "config.json"
         is_file = path.is_file()
     except (OSError, RuntimeError) as error:  # a name too long for a file, a home that is nobody's
-        raise SizingError("model", source, f"is no name and no path ({error})") from None
+        raise SizingError("model", source, f"is not a name or a path ({error})") from None
     if is_file:
         return read_object(path, "model"), str(path)
     text = str(source)
@@ -142,7 +142,7 @@ def _fields(source: dict[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
         raise SizingError(
             "model",
             text,
-            "is no file, and no hub name in the built-in table; give a path to a config.json or a name"
+            "is not a file, nor a hub name in the built-in table; give a path to a config.json or a name"
             " such as Qwen/Qwen3-30B-A3B",
         )
     return _from_hub(text), text

@@ -124,7 +124,7 @@ def chosen(module: Module, options: Resolved) -> tuple[bool, ...]:
         return tuple(linear if targets == "all-linear" else map(is_named, paths))
     if targets == "all-linear" or is_named(module.name):
         return (True,) * len(paths)
-    # A parameter is no module: PEFT reaches it by `target_parameters`, whose names hold the parent's too.
+    # A parameter is not a module: PEFT reaches it by `target_parameters`, whose names hold the parent's too.
     is_named = named([target for target in targets if "." in target or not options.experts_in_one_tensor])
     found = tuple(map(is_named, paths))
     if any(found) and not all(found):
@@ -183,7 +183,7 @@ def check_targets(shape: ModelShape, options: Resolved) -> None:
         for name in options.target_modules:
             if not any(map(named([name]), available)):
                 known = ", ".join(sorted({path.rpartition(".")[2] for path in available}))
-                reason = f"is no module of {shape.name} that vLLM serves with LoRA; it has: {known}"
+                reason = f"is not a module of {shape.name} that vLLM serves with LoRA; it has: {known}"
                 raise SizingError("target_modules", name, reason)
     for argument, patterns in (("rank_pattern", options.rank_pattern), ("alpha_pattern", options.alpha_pattern)):
         for pattern, value in patterns:

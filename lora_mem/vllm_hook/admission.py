@@ -65,7 +65,7 @@ def check_not_in_use(lora_int_id: int, name: str, *, load_inplace: bool) -> None
         raise AdapterError(f"lora_int_id {lora_int_id} is in use by {taken_by!r}: drop_adapter, {how}")
     if not load_inplace and any(registered_model(manager, lora_int_id) is not None for manager in engines()):
         raise AdapterError(
-            f"lora_int_id {lora_int_id} is in use: vLLM has an adapter registered that is not staged here; take it out "
+            f"lora_int_id {lora_int_id} is in use: vLLM has an adapter registered that is not staged here; remove it "
             f"with LLM.llm_engine.remove_lora({lora_int_id}), {how}"
         )
     for other in process.staged.values():

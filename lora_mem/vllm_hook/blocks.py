@@ -55,7 +55,7 @@ def trim() -> int:
 def drop_adapter(lora_int_id: int) -> bool:
     """Forget a staged adapter, and take it out of the vLLM workers of this process that loaded it.
 
-    No request that uses it may be running. Returns whether it was staged; an unknown id is no error.
+    No request that uses it may be running. Returns whether it was staged; an unknown id is not an error.
     """
     lora_int_id = integer_id(lora_int_id)
     stage = process.staged.get(lora_int_id)

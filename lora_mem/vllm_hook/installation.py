@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lora_mem.sizing.options import Strategy
+from lora_mem.sizing.units import gib
 from lora_mem.staging.offload import Moved
 from lora_mem.vllm_hook import compat, loading
 from lora_mem.vllm_hook.live import bytes_by_device, registered_model
@@ -126,6 +127,24 @@ class HookStatus:
     engines: int = 0
     adapters: tuple[AdapterStatus, ...] = ()
     free_block_bytes: int = 0
+
+    def __str__(self) -> str:
+        """A line for the hook, one for each function of which ours is not what a call meets first, one an adapter."""
+        state = "active" if self.active else f"inactive ({self.inactive_because})"
+        lines = [f"lora_mem is {state}: strategy {self.strategy}, vLLM {self.vllm_version}, {self.engines} engines"]
+        lines += [
+            f"  {cls}.{name}: {found}"
+            for cls, functions in self.wrapped.items()
+            for name, found in functions.items()
+            if self.active and found not in ("wrapped", "inherits the wrapped one", "absent")
+        ]
+        for one in self.adapters:
+            where = ", ".join(f"{gib(size)} on {device}" for device, size in one.staged_bytes.items())
+            lines.append(
+                f"  adapter {one.lora_int_id} {one.name!r}, version {one.version}, "
+                f"{'loaded' if one.loaded else 'not loaded'}: {where}, {'pinned' if one.pinned else 'not pinned'}"
+            )
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

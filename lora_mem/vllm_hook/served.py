@@ -89,7 +89,7 @@ def _expert_layer(adapters: Any, name: str, layer: Any) -> ExpertLayer:
 
 
 def _linear_modules(adapters: Any, name: str, layer: Any) -> dict[str, ServedModule]:
-    """One runtime module that is no expert layer: the adapter's modules it is made of, and what each takes."""
+    """One runtime module that is not an expert layer: the adapter's modules it is made of, and what each takes."""
     from vllm.lora import layers
 
     base = layer.base_layer

@@ -357,7 +357,7 @@ class Stage:
             raise AdapterError(f"the stage of adapter {self.lora_int_id} is closed; open another one")
         if self._failed:
             raise AdapterError(
-                f"the stage of adapter {self.lora_int_id} is of no use after an add that failed ({self._failed}); "
+                f"the stage of adapter {self.lora_int_id} cannot be used after a failed add ({self._failed}); "
                 "leave it and open another one"
             )
         return self._receiver
