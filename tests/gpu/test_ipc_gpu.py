@@ -11,9 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm", reason="needs vllm")
 
-from test_staging import adapter, layout_for, receiver_for, same, staged_slots, vllm_slots, worker  # noqa: E402
-
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
+from one_layer import adapter, layout_for, receiver_for, same, staged_slots, vllm_slots, worker  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

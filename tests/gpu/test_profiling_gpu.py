@@ -9,12 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_profiling import cost_of_a_phase  # noqa: E402
-
 import lora_mem  # noqa: E402
 from lora_mem.observe.profiler import watched  # noqa: E402
 from lora_mem.staging.offload import move_to_host, release_device_memory  # noqa: E402
 from lora_mem.staging.pinned import HostBlock  # noqa: E402
+from phases import cost_of_a_phase  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -11,9 +11,9 @@ pytest.importorskip("vllm", reason="needs vllm")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from test_staging import LAYOUTS, RANK, adapter, layout_for, receiver_for, staged_slots, vllm_slots, worker  # noqa: E402
 
 from lora_mem.staging.offload import release_device_memory  # noqa: E402
+from one_layer import LAYOUTS, RANK, adapter, layout_for, receiver_for, staged_slots, vllm_slots, worker  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
